@@ -1,0 +1,4 @@
+"""The pure core: decides what to write, ask and read, and does none of it.
+
+No I/O, no asyncio, no Mooncake, no torch. Inside: plans > prefix > masks, keys, sequence > layout, hashing.
+"""

@@ -1,0 +1,226 @@
+"""The block hash chain: each full block of tokens gets a digest that names the whole prefix up to its end.
+
+Five algorithms. ``sha256_packed``, the default, hashes packed integers and is made for speed. The others are
+vLLM's (``--prefix-caching-hash-algo``), bit for bit, so that keys can be shared with a fleet running vLLM:
+``sha256`` and ``xxhash`` digest a pickle (protocol 5), ``sha256_cbor`` and ``xxhash_cbor`` canonical CBOR.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias, get_args
+
+import cbor2
+import msgpack
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ..errors import InvalidHasherError, InvalidTokensError
+
+HashAlgorithm: TypeAlias = Literal["sha256_packed", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
+ALGORITHMS: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
+
+# array is no generic at run time before Python 3.12, hence the quotes.
+TokenIds: TypeAlias = "Sequence[int] | NDArray[np.integer] | array[int]"
+ExtraKey: TypeAlias = tuple[str | int | bytes, ...]
+#: What else names a block besides its tokens; None if nothing does.
+BlockExtra: TypeAlias = tuple[ExtraKey, ...] | None
+
+VLLM_DEFAULT_SEED = "vllm-none-hash"
+_PACKED_LIMIT = 1 << 32
+_VLLM_LIMIT = 1 << 63
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _pickled(value: object) -> bytes:
+    return pickle.dumps(value, protocol=5)
+
+
+def _canonical_cbor(value: object) -> bytes:
+    return cbor2.dumps(value, canonical=True)
+
+
+#: vLLM's algorithms: how an object becomes bytes, and bytes a digest.
+_VLLM: Mapping[str, tuple[Callable[[object], bytes], Callable[[bytes], bytes]]] = {
+    "sha256": (_pickled, _sha256),
+    "sha256_cbor": (_canonical_cbor, _sha256),
+    "xxhash": (_pickled, xxhash.xxh3_128_digest),
+    "xxhash_cbor": (_canonical_cbor, xxhash.xxh3_128_digest),
+}
+
+
+class BlockHasher:
+    """Hashes token ids block by block, each digest chained on the one before.
+
+    ``block_size``: tokens a hash block. ``seed``: text that separates one fleet's hashes from another's. Two
+    processes agree when they use the same three values. For vLLM's algorithms the default seed is the
+    environment's ``PYTHONHASHSEED``, else vLLM's own default; the xxhash kinds have no default, since a
+    guessable seed lets a stranger build prompts that collide.
+
+    Raises ``InvalidHasherError``.
+    """
+
+    __slots__ = ("algorithm", "block_size", "none_hash", "seed")
+
+    def __init__(self, block_size: int, algorithm: HashAlgorithm = "sha256_packed", seed: str | None = None) -> None:
+        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+            raise InvalidHasherError(f"block_size must be a positive number of tokens, not {block_size!r}")
+        if algorithm not in ALGORITHMS:
+            raise InvalidHasherError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+        self.block_size = block_size
+        self.algorithm: HashAlgorithm = algorithm
+        #: The seed text in force, the default resolved.
+        self.seed = _resolve_seed(algorithm, seed)
+        #: The digest that stands before the first block's.
+        self.none_hash = self._first_hash()
+
+    def __repr__(self) -> str:
+        return f"BlockHasher({self.block_size}, {self.algorithm!r}, seed={self.seed!r})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the two compute the same hashes."""
+        if not isinstance(other, BlockHasher):
+            return NotImplemented
+        return (self.block_size, self.algorithm, self.seed) == (other.block_size, other.algorithm, other.seed)
+
+    def __hash__(self) -> int:
+        return hash((self.block_size, self.algorithm, self.seed))
+
+    @property
+    def token_limit(self) -> int:
+        """Token ids must be below this."""
+        return _PACKED_LIMIT if self.algorithm == "sha256_packed" else _VLLM_LIMIT
+
+    def hash_blocks(
+        self,
+        token_ids: TokenIds,
+        *,
+        extra_keys: Sequence[Sequence[Sequence[str | int | bytes]] | None] | None = None,
+        parent: bytes | None = None,
+    ) -> tuple[bytes, ...]:
+        """The digests of the full blocks of ``token_ids``; a partial last block has none.
+
+        ``extra_keys``: one entry a full block, a tuple of tuples or None. ``parent``: the digest of the block
+        before the first, to go on with a chain; default the chain's start.
+
+        Raises ``InvalidTokensError`` for ids that are no non-negative ints below ``token_limit`` and for
+        extra keys of another length.
+        """
+        ids = token_array(token_ids, limit=self.token_limit)
+        count = len(ids) // self.block_size
+        if extra_keys is not None and len(extra_keys) != count:
+            raise InvalidTokensError(f"extra_keys must have one entry a full block: {count}, not {len(extra_keys)}")
+        if parent is not None and (not isinstance(parent, bytes) or len(parent) != len(self.none_hash)):
+            raise InvalidTokensError(f"parent must be a digest of {len(self.none_hash)} bytes, not {parent!r}")
+        extras: Sequence[BlockExtra] = (
+            [_literal_extra(extra) for extra in extra_keys] if extra_keys is not None else [None] * count
+        )
+        start = self.none_hash if parent is None else parent
+        if self.algorithm == "sha256_packed":
+            return self._hash_packed(ids, extras, start)
+        return self._hash_objects(ids, extras, start)
+
+    def _first_hash(self) -> bytes:
+        if self.algorithm == "sha256_packed":
+            return _sha256(f"mooncake-sparse-client:1:{self.block_size}:{self.seed}".encode())
+        encode, digest = _VLLM[self.algorithm]
+        return digest(encode(self.seed))
+
+    def _hash_packed(self, ids: NDArray[np.int64], extras: Sequence[BlockExtra], parent: bytes) -> tuple[bytes, ...]:
+        # The whole prompt is packed once; a block is then a slice, no object a token.
+        packed = memoryview(ids.astype("<u4").tobytes())
+        width = 4 * self.block_size
+        hashes = []
+        for number, extra in enumerate(extras):
+            state = hashlib.sha256(parent)
+            state.update(packed[number * width : (number + 1) * width])
+            if extra is not None:
+                state.update(msgpack.packb(extra))
+            parent = state.digest()
+            hashes.append(parent)
+        return tuple(hashes)
+
+    def _hash_objects(self, ids: NDArray[np.int64], extras: Sequence[BlockExtra], parent: bytes) -> tuple[bytes, ...]:
+        encode, digest = _VLLM[self.algorithm]
+        tokens = ids.tolist()
+        hashes = []
+        for number, extra in enumerate(extras):
+            block = tuple(tokens[number * self.block_size : (number + 1) * self.block_size])
+            parent = digest(encode((parent, block, extra)))
+            hashes.append(parent)
+        return tuple(hashes)
+
+
+def token_array(token_ids: TokenIds, *, limit: int = _VLLM_LIMIT) -> NDArray[np.int64]:
+    """``token_ids`` (a list, array or NumPy array of non-negative ints below ``limit``) as int64.
+
+    Raises ``InvalidTokensError`` and says which id is at fault.
+    """
+    try:
+        ids = np.asarray(token_ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidTokensError(f"token_ids must be a flat sequence of ints: {error}") from error
+    if ids.ndim != 1:
+        raise InvalidTokensError(f"token_ids must have one dimension, not {ids.ndim}")
+    if ids.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if ids.dtype == object or ids.dtype.kind not in "iu":
+        _reject_ids(ids, limit)
+    # Below the limit every id fits int64; compare before the cast, which would wrap a huge unsigned id.
+    if (ids.dtype.kind == "i" and bool((ids < 0).any())) or int(ids.max()) >= limit:
+        _reject_ids(ids, limit)
+    return ids.astype(np.int64, copy=False)
+
+
+def _reject_ids(ids: NDArray[np.generic], limit: int) -> None:
+    for position, value in enumerate(ids.tolist()):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
+            raise InvalidTokensError(f"token_ids[{position}] is {value!r}; token ids are ints from 0 to {limit - 1}")
+    raise InvalidTokensError(f"token_ids must be ints, not an array of {ids.dtype}")
+
+
+def _resolve_seed(algorithm: HashAlgorithm, seed: str | None) -> str:
+    if seed is not None and not isinstance(seed, str):
+        raise InvalidHasherError(f"seed must be text such as '42', not {seed!r}")
+    if algorithm == "sha256_packed":
+        return seed or ""
+    if seed is None:
+        seed = os.environ.get("PYTHONHASHSEED")
+    if algorithm in ("xxhash", "xxhash_cbor") and not seed:
+        raise InvalidHasherError(
+            f"{algorithm} needs a seed: without one another process could not find these hashes again, and a "
+            "guessable seed lets a stranger build colliding prompts. Pass seed=, or set PYTHONHASHSEED to the "
+            "same secret text in every process"
+        )
+    return VLLM_DEFAULT_SEED if seed is None else seed
+
+
+def _literal_extra(extra: Sequence[Sequence[str | int | bytes]] | None) -> BlockExtra:
+    """``extra`` as a literal in source code would be: tuples, in which equal parts are one object.
+
+    A pickle writes an object that it met before as a reference, so the digest depends on which parts are
+    the same object; a literal's equal constants always are.
+    """
+    if not extra:
+        return None
+    parts: dict[tuple[type, object], str | int | bytes] = {}
+    keys: dict[ExtraKey, ExtraKey] = {}
+    literal = [_literal_key(key, parts) for key in extra]
+    return tuple(keys.setdefault(key, key) for key in literal)
+
+
+def _literal_key(key: Sequence[str | int | bytes], seen: dict[tuple[type, object], str | int | bytes]) -> ExtraKey:
+    if isinstance(key, str | bytes) or not isinstance(key, Sequence):
+        raise InvalidTokensError(f"an extra key must be a tuple such as ('cache_salt', 'a'), not {key!r}")
+    for part in key:
+        if isinstance(part, bool) or not isinstance(part, str | int | bytes):
+            raise InvalidTokensError(f"an extra key holds text, ints and bytes, not {part!r}")
+    return tuple(seen.setdefault((type(part), part), part) for part in key)

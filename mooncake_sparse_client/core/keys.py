@@ -1,0 +1,202 @@
+"""How a chunk is named, how a name becomes a store key, and what sets caches apart.
+
+A key is byte for byte the one of vLLM's ``MooncakeStoreConnector``, with a namespace that vLLM leaves empty::
+
+    [<cache_prefix>@]<model_name><namespace>@tp_rank:<t>@pcp<p>@dcp<d>@pp_rank:<q>@group:<g>@<chunk name>
+
+Every key of this package, asked for or written, is built here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import msgpack
+import xxhash
+
+from ..errors import InvalidKeyError
+from .hashing import BlockHasher
+from .layout import KVCacheLayout
+
+#: ``(tp, pcp, dcp, pp)``: tensor, prefill-context, decode-context and pipeline parallel rank.
+Rank: TypeAlias = tuple[int, int, int, int]
+
+
+def chunk_hash_position(layout: KVCacheLayout, group: int, chunk: int) -> tuple[int, int]:
+    """Which block hash names a chunk, and how many chunks before that hash's end the chunk ends.
+
+    The distance is 0 wherever the hash block divides the group's block size.
+    """
+    size, hash_block = layout.groups[group].block_size, layout.hash_block_size
+    end = (chunk + 1) * size
+    index = -(-end // hash_block) - 1
+    return index, ((index + 1) * hash_block - end) // size
+
+
+def chunk_name(layout: KVCacheLayout, block_hashes: Sequence[bytes], group: int, chunk: int) -> str | None:
+    """The chunk's name: its block hash in lower hex, and ``.<distance>`` where there is one.
+
+    None for a chunk whose hash block is not complete: it has no name yet, and nothing asks for it.
+    """
+    index, distance = chunk_hash_position(layout, group, chunk)
+    if index >= len(block_hashes):
+        return None
+    name = block_hashes[index].hex()
+    return f"{name}.{distance}" if distance else name
+
+
+@dataclass(frozen=True, slots=True)
+class KeySchema:
+    """What a client's keys say besides the chunk.
+
+    ``key_ranks``: the ranks whose keys must all be there for a chunk to count as present in a lookup;
+    default: the schema's own rank alone. ``namespace`` left empty is filled by the client with a fingerprint
+    of everything that makes two caches incompatible; ``KeySchema.vllm(...)`` keeps it empty.
+
+    Raises ``InvalidKeyError``, which names the part.
+    """
+
+    model_name: str
+    tp_rank: int = field(default=0, kw_only=True)
+    pcp_rank: int = field(default=0, kw_only=True)
+    dcp_rank: int = field(default=0, kw_only=True)
+    pp_rank: int = field(default=0, kw_only=True)
+    cache_prefix: str = field(default="", kw_only=True)
+    namespace: str = field(default="", kw_only=True)
+    key_ranks: tuple[Rank, ...] = field(default=(), kw_only=True)
+    #: The keys are vLLM's own: a client leaves the namespace as it is.
+    plain: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("model_name", "cache_prefix", "namespace"):
+            _check_text(getattr(self, name), name, may_be_empty=name != "model_name")
+        for name in ("tp_rank", "pcp_rank", "dcp_rank", "pp_rank"):
+            _check_rank(getattr(self, name), name)
+        object.__setattr__(self, "key_ranks", _checked_ranks(self.key_ranks) or (self.rank,))
+
+    @classmethod
+    def vllm(
+        cls,
+        model_name: str,
+        *,
+        tp_rank: int = 0,
+        pcp_rank: int = 0,
+        dcp_rank: int = 0,
+        pp_rank: int = 0,
+        cache_prefix: str = "",
+        key_ranks: Sequence[Rank] = (),
+    ) -> KeySchema:
+        """The keys that a fleet running vLLM writes: no namespace, now or later."""
+        return cls(
+            model_name,
+            tp_rank=tp_rank,
+            pcp_rank=pcp_rank,
+            dcp_rank=dcp_rank,
+            pp_rank=pp_rank,
+            cache_prefix=cache_prefix,
+            key_ranks=tuple(key_ranks),
+            plain=True,
+        )
+
+    @property
+    def rank(self) -> Rank:
+        """The own rank: what ``put``, ``get`` and ``remove`` use."""
+        return (self.tp_rank, self.pcp_rank, self.dcp_rank, self.pp_rank)
+
+    @property
+    def cache_id(self) -> str:
+        """The part of a key that all ranks of one cache share."""
+        return f"{self.cache_prefix}@{self.model_name}{self.namespace}"
+
+    def with_namespace(self, namespace: str) -> KeySchema:
+        return replace(self, namespace=namespace)
+
+    def key(self, group_id: int, chunk_name: str) -> str:
+        """The own rank's key of one chunk."""
+        return self.stem(group_id, self.rank) + chunk_name
+
+    def stem(self, group_id: int, rank: Rank) -> str:
+        """A key up to the chunk's name."""
+        prefix = f"{self.cache_prefix}@" if self.cache_prefix else ""
+        tp, pcp, dcp, pp = rank
+        return (
+            f"{prefix}{self.model_name}{self.namespace}@tp_rank:{tp}@pcp{pcp}@dcp{dcp}@pp_rank:{pp}@group:{group_id}@"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBuilder:
+    """Keys for many chunks of one sequence at once. All of its chunks' hash blocks must be complete."""
+
+    layout: KVCacheLayout
+    schema: KeySchema
+
+    def names(self, block_hashes: Sequence[bytes], group: int, chunks: Iterable[int]) -> list[str]:
+        """The chunks' names; ``IndexError`` for one that has none yet."""
+        names = []
+        for chunk in chunks:
+            index, distance = chunk_hash_position(self.layout, group, chunk)
+            name = block_hashes[index].hex()
+            names.append(f"{name}.{distance}" if distance else name)
+        return names
+
+    def own_keys(self, block_hashes: Sequence[bytes], group: int, chunks: Iterable[int]) -> list[str]:
+        """One key a chunk: the own rank's."""
+        stem = self.schema.stem(group, self.schema.rank)
+        return [stem + name for name in self.names(block_hashes, group, chunks)]
+
+    def ranked_keys(self, block_hashes: Sequence[bytes], group: int, chunks: Iterable[int]) -> list[str]:
+        """``len(key_ranks)`` keys a chunk, a chunk's keys side by side."""
+        stems = [self.schema.stem(group, rank) for rank in self.schema.key_ranks]
+        return [stem + name for name in self.names(block_hashes, group, chunks) for stem in stems]
+
+
+def fingerprint(layout: KVCacheLayout, hasher: BlockHasher, *, format_version: int, dtype: str, revision: str) -> str:
+    """16 hex digits over everything that makes two caches incompatible, and nothing else.
+
+    What enters: the value format's version; each group's kind, block size, window (or attention chunk) and
+    page size, in order; the hash block; the hash algorithm and its seed; the dtype; the model revision.
+    What does not: group names, draft flags, ranks, retention. One field more would split a fleet.
+    """
+    for value, name in ((dtype, "dtype"), (revision, "revision")):
+        _check_text(value, name, may_be_empty=name == "revision")
+    groups = [[spec.kind, spec.block_size, spec.window, spec.page_size_bytes] for spec in layout.groups]
+    parts: list[Any] = [
+        format_version,
+        groups,
+        layout.hash_block_size,
+        hasher.algorithm,
+        hasher.seed,
+        dtype,
+        revision,
+    ]
+    return xxhash.xxh3_64_hexdigest(msgpack.packb(parts))
+
+
+def _check_text(value: object, name: str, *, may_be_empty: bool) -> None:
+    if not isinstance(value, str):
+        raise InvalidKeyError(f"{name} must be text, not {value!r}")
+    if not value and not may_be_empty:
+        raise InvalidKeyError(f"{name} is empty: it keeps one model's cache apart from another's")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidKeyError(f"{name} cannot be part of a key: {error}") from error
+
+
+def _check_rank(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidKeyError(f"{name} must be an int of at least 0, not {value!r}")
+
+
+def _checked_ranks(ranks: Sequence[Rank]) -> tuple[Rank, ...]:
+    checked: dict[Rank, None] = {}
+    for number, rank in enumerate(ranks):
+        if not isinstance(rank, Sequence) or isinstance(rank, str) or len(rank) != 4:
+            raise InvalidKeyError(f"key_ranks[{number}] must be (tp, pcp, dcp, pp), not {rank!r}")
+        for value, name in zip(rank, ("tp", "pcp", "dcp", "pp"), strict=True):
+            _check_rank(value, f"{name} in key_ranks[{number}]")
+        checked[(rank[0], rank[1], rank[2], rank[3])] = None
+    return tuple(checked)

@@ -1,0 +1,180 @@
+"""Which chunks a boundary needs, which chunks to store, which chunks to load.
+
+A hit at ``T`` tokens (a positive multiple of the alignment) needs of a group with block size ``b``:
+
+=====================  ====================================  ==============================
+spec                   chunks                                with the draft margin
+=====================  ====================================  ==============================
+full                   ``[0, T/b)``                          ``[0, T/b + 1)``
+sliding window ``w``   ``[max(0, T/b - n), T/b)``            ``[max(0, T/b - n), T/b + 1)``
+chunked local ``c``    ``[floor(T/c)*c/b, T/b)``             not allowed
+recurrent              ``T/b - 1`` alone                     the same
+=====================  ====================================  ==============================
+
+with ``n = ceil((w-1)/b)``; a window of 1 needs nothing, margin or not. A chunk is worth storing when a
+boundary that is retained needs it. The idea, and the meaning of the retention interval, are those of vLLM's
+reachable-block mask; the recurrent states, the extension boundary of a block-aligned prompt and the start of
+a draft window differ from vLLM 0.32.0 on purpose (see ``docs/concepts.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InvalidRequestError, InvalidRetentionError
+from .layout import ChunkedLocalAttentionSpec, FullAttentionSpec, GroupSpec, KVCacheLayout, MambaSpec
+
+BoolArray = NDArray[np.bool_]
+IntArray = NDArray[np.int64]
+
+
+def needed_ranges(spec: GroupSpec, boundaries: IntArray, *, margin: bool = True) -> tuple[IntArray, IntArray]:
+    """First needed chunk and one past the last, for each of ``boundaries`` (tokens, positive, aligned).
+
+    ``margin``: with the draft margin where the spec has one; loads go without.
+    """
+    ends = boundaries // spec.block_size
+    extra = 1 if margin and spec.eagle else 0
+    if isinstance(spec, FullAttentionSpec):
+        return np.zeros_like(ends), ends + extra
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        size = spec.attention_chunk_size
+        return boundaries // size * size // spec.block_size, ends
+    if isinstance(spec, MambaSpec):
+        return ends - 1, ends
+    if spec.window_chunks == 0:
+        return ends, ends
+    return np.maximum(ends - spec.window_chunks, 0), ends + extra
+
+
+def needed_chunks(spec: GroupSpec, hit_length: int, *, margin: bool = True) -> range:
+    """The chunks of one group that a hit of ``hit_length`` tokens needs; none at 0."""
+    if hit_length == 0:
+        return range(0)
+    starts, stops = needed_ranges(spec, np.array([hit_length], dtype=np.int64), margin=margin)
+    return range(int(starts[0]), int(stops[0]))
+
+
+def check_retention_interval(layout: KVCacheLayout, retention_interval: int | None) -> int | None:
+    """The interval in tokens if it is None (keep every boundary), 0 (none) or a positive multiple of the
+    alignment; else ``InvalidRetentionError``."""
+    if retention_interval is None:
+        return None
+    if isinstance(retention_interval, bool) or not hasattr(retention_interval, "__index__"):
+        raise InvalidRetentionError(f"retention_interval must be None or an int, not {retention_interval!r}")
+    interval = index(retention_interval)
+    if interval < 0 or interval % layout.alignment:
+        raise InvalidRetentionError(
+            f"retention_interval must be None, 0 or a positive multiple of the alignment "
+            f"{layout.alignment}, not {interval}"
+        )
+    return interval
+
+
+def retained_boundaries(
+    layout: KVCacheLayout, num_prompt_tokens: int | None, boundaries: Iterable[int]
+) -> tuple[int, ...]:
+    """The boundaries kept besides the interval's: the replay boundaries of a prompt and the caller's.
+
+    Positive multiples of the alignment, ascending. With draft layers a resume steps one alignment back, since
+    prompts that part at a position share no margin chunk behind it.
+    """
+    step = layout.alignment if layout.use_eagle else 0
+    found: set[int] = set()
+    if num_prompt_tokens is not None:
+        prompt = token_count(num_prompt_tokens, "num_prompt_tokens")
+        found |= {layout.align(prompt - 1) - step, layout.align(prompt) - step}
+    for position in boundaries:
+        boundary = layout.align(token_count(position, "boundaries"))
+        found |= {boundary, boundary - step}
+    return tuple(sorted(boundary for boundary in found if boundary > 0))
+
+
+def store_mask(
+    layout: KVCacheLayout,
+    num_tokens: int,
+    *,
+    start_token: int = 0,
+    retention_interval: int | None = None,
+    num_prompt_tokens: int | None = None,
+    boundaries: Iterable[int] = (),
+) -> tuple[BoolArray, ...]:
+    """The chunks to keep of the first ``num_tokens`` tokens (a multiple of the alignment).
+
+    Returns one boolean array a group, ``num_tokens // block_size`` long, indexed by absolute chunk. Chunks
+    that start before ``start_token`` are False. ``retention_interval`` in tokens: None keeps the windows of
+    every boundary, 0 those of ``num_prompt_tokens``'s replay boundaries and of ``boundaries`` alone.
+
+    Raises ``InvalidRequestError`` for impossible counts, ``InvalidRetentionError`` for the interval.
+    """
+    interval = check_retention_interval(layout, retention_interval)
+    total = token_count(num_tokens, "num_tokens")
+    if total % layout.alignment:
+        raise InvalidRequestError(f"num_tokens must be a multiple of the alignment {layout.alignment}, not {total}")
+    first_token = token_count(start_token, "start_token")
+    singles = np.array(retained_boundaries(layout, num_prompt_tokens, boundaries), dtype=np.int64)
+    masks = []
+    for spec in layout.groups:
+        mask = _periodic_mask(layout, spec, total // spec.block_size, interval)
+        if not spec.dense:
+            starts, stops = needed_ranges(spec, singles)
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+                mask[start:stop] = True
+        mask[: -(-first_token // spec.block_size)] = False
+        masks.append(mask)
+    return tuple(masks)
+
+
+def _periodic_mask(layout: KVCacheLayout, spec: GroupSpec, count: int, interval: int | None) -> BoolArray:
+    """The chunks that the interval's boundaries need, which go on without an upper end."""
+    if isinstance(spec, FullAttentionSpec):
+        return np.ones(count, dtype=np.bool_)
+    chunks = np.arange(count, dtype=np.int64)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        # The first aligned boundary at or behind a chunk's end is the only one that can need it.
+        first = -(-(chunks + 1) * spec.block_size // layout.alignment) * layout.alignment
+        run = chunks * spec.block_size // spec.attention_chunk_size
+        return np.equal(first // spec.attention_chunk_size, run)
+    if interval == 0:
+        return np.zeros(count, dtype=np.bool_)
+    period = (layout.alignment if interval is None else interval) // spec.block_size
+    if isinstance(spec, MambaSpec):
+        return np.equal((chunks + 1) % period, 0)
+    if spec.window_chunks == 0:
+        return np.zeros(count, dtype=np.bool_)
+    # The first boundary whose margin reaches up to the chunk; boundary 0 is none.
+    first = np.maximum((chunks - int(spec.eagle)) // period + 1, 1) * period
+    return np.less_equal(first, chunks + spec.window_chunks)
+
+
+def load_mask(layout: KVCacheLayout, hit_length: int, *, local_tokens: int = 0) -> tuple[BoolArray, ...]:
+    """The chunks to read for a hit of ``hit_length`` tokens (a multiple of the alignment).
+
+    One boolean array a group, ``hit_length // block_size`` long: the needed chunks without the draft margin,
+    less those that end at or below ``local_tokens`` (rounded down to the alignment), which the engine holds.
+    """
+    hit = token_count(hit_length, "hit_length")
+    if hit % layout.alignment:
+        raise InvalidRequestError(f"hit_length must be a multiple of the alignment {layout.alignment}, not {hit}")
+    local = layout.align(token_count(local_tokens, "local_tokens"))
+    masks = []
+    for spec in layout.groups:
+        mask = np.zeros(hit // spec.block_size, dtype=np.bool_)
+        needed = needed_chunks(spec, hit, margin=False)
+        mask[max(needed.start, local // spec.block_size) : needed.stop] = True
+        masks.append(mask)
+    return tuple(masks)
+
+
+def token_count(value: int, name: str) -> int:
+    """``value`` as a plain int that is not negative; ``InvalidRequestError`` names ``name``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InvalidRequestError(f"{name} must be a number of tokens, not {value!r}")
+    number = index(value)
+    if number < 0:
+        raise InvalidRequestError(f"{name} must not be negative, not {number}")
+    return number

@@ -1,0 +1,130 @@
+"""The longest prefix that every group can resume from, and which group kept it short.
+
+A boundary ``T`` is usable when every chunk that any group needs there, draft margin included, is present.
+A request of ``N`` tokens may hit at most ``floor((N-1)/A)*A``, and no chunk that ends after ``floor(N/A)*A``
+is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import InvalidRequestError
+from .layout import KVCacheLayout
+from .masks import BoolArray, IntArray, needed_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReport:
+    """What a store holds of one request, in tokens."""
+
+    #: The longest prefix that all groups can resume from.
+    hit_length: int
+    #: The longest that the dense groups (full, chunked local) alone could; ``hit_length`` if there are none.
+    shared_length: int
+    #: The longest that each group alone could, as far as it was asked.
+    group_lengths: tuple[int, ...]
+    #: How far each group was asked: no group is asked beyond what the groups before it allow.
+    asked_lengths: tuple[int, ...]
+    #: The groups that held the hit back: of those that fell short of what they were asked for, the shortest.
+    #: Empty when the hit is as long as it may be.
+    limited_by: tuple[int, ...]
+    #: The longest hit that the request may have at all.
+    cap: int
+
+
+def longest_usable_prefix(
+    layout: KVCacheLayout, num_tokens: int, present: Sequence[BoolArray], *, local_tokens: int = 0
+) -> int:
+    """The hit length, in tokens, for a request of ``num_tokens`` whose chunks ``present`` exist.
+
+    ``present``: one boolean array a group, indexed by absolute chunk; what lies beyond an array's end is
+    absent. ``local_tokens``: a prefix that the engine holds itself; the hit is never below it (rounded down
+    to the alignment), nor above the cap. 0 when nothing is usable.
+    """
+    return explain_prefix(layout, num_tokens, present, local_tokens=local_tokens).hit_length
+
+
+def explain_prefix(
+    layout: KVCacheLayout,
+    num_tokens: int,
+    present: Sequence[BoolArray],
+    *,
+    local_tokens: int = 0,
+    asked_lengths: Sequence[int] | None = None,
+) -> PrefixReport:
+    """Like ``longest_usable_prefix``, with the reasons. ``asked_lengths``: how far ``present`` was looked up
+    for each group, in tokens; default: as far as the request may hit."""
+    boundaries = candidate_boundaries(layout, num_tokens)
+    usable = usable_boundaries(layout, num_tokens, present, local_tokens=local_tokens)
+    lengths = tuple(longest(boundaries, usable[number : number + 1]) for number in range(len(usable)))
+    hit, cap = longest(boundaries, usable), layout.hit_cap(num_tokens)
+    asked = (cap,) * len(lengths) if asked_lengths is None else tuple(asked_lengths)
+    short = [length for length, wanted in zip(lengths, asked, strict=True) if length < wanted]
+    dense = [number for number, spec in enumerate(layout.groups) if spec.dense]
+    return PrefixReport(
+        hit_length=hit,
+        shared_length=longest(boundaries, usable[dense]) if dense else hit,
+        group_lengths=lengths,
+        asked_lengths=asked,
+        limited_by=tuple(
+            number
+            for number, (length, wanted) in enumerate(zip(lengths, asked, strict=True))
+            if length < wanted and length == min(short)
+        ),
+        cap=cap,
+    )
+
+
+def candidate_boundaries(layout: KVCacheLayout, num_tokens: int) -> IntArray:
+    """Every hit length that a request of ``num_tokens`` may have, 0 aside, ascending."""
+    return np.arange(layout.alignment, layout.hit_cap(num_tokens) + 1, layout.alignment, dtype=np.int64)
+
+
+def longest(boundaries: IntArray, usable: BoolArray) -> int:
+    """The last of ``boundaries`` that is usable in every row of ``usable``, else 0."""
+    hits = boundaries[np.logical_and.reduce(usable, axis=0)]
+    return int(hits[-1]) if len(hits) else 0
+
+
+def usable_boundaries(
+    layout: KVCacheLayout,
+    num_tokens: int,
+    present: Sequence[BoolArray],
+    *,
+    local_tokens: int = 0,
+    margin: bool = True,
+) -> BoolArray:
+    """Shape ``(groups, candidate boundaries)``: whether the group has all that it needs there.
+
+    ``margin``: whether the draft margin's chunk must be present as well.
+    """
+    if len(present) != len(layout.groups):
+        raise InvalidRequestError(
+            f"present must be one boolean array a group: the layout has {len(layout.groups)}, not {len(present)}"
+        )
+    boundaries = candidate_boundaries(layout, num_tokens)
+    local = layout.align(local_tokens)
+    usable = np.zeros((len(layout.groups), len(boundaries)), dtype=np.bool_)
+    for number, spec in enumerate(layout.groups):
+        limit = layout.align(num_tokens) // spec.block_size
+        before = _present_before(present[number], limit, local // spec.block_size)
+        starts, stops = needed_ranges(spec, boundaries, margin=margin)
+        # A margin chunk behind the limit is counted as needed and never as present.
+        usable[number] = before[np.minimum(stops, limit)] - before[starts] == stops - starts
+    usable[:, boundaries <= local] = True
+    return usable
+
+
+def _present_before(present: BoolArray, limit: int, local: int) -> IntArray:
+    """How many of the chunks before each index are present; the first ``local`` are held by the engine."""
+    row = np.zeros(limit, dtype=np.bool_)
+    known = np.asarray(present, dtype=np.bool_)[:limit]
+    row[: len(known)] = known
+    row[:local] = True
+    counts = np.zeros(limit + 1, dtype=np.int64)
+    np.cumsum(row, out=counts[1:])
+    return counts

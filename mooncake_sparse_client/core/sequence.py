@@ -1,0 +1,172 @@
+"""TokenSequence: the token ids of one request and what else names its prefixes."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..errors import InvalidTokensError
+from .hashing import BlockExtra, BlockHasher, ExtraKey, TokenIds, token_array
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTraits:
+    """What names a prefix besides its tokens, checked and in the order that the block hash wants."""
+
+    lora: tuple[str, str] | None
+    cache_salt: str | None
+    #: ``(identifier, offset, length)`` in tokens, by offset.
+    multimodal: tuple[tuple[str, int, int], ...]
+    #: One row a token.
+    prompt_embeds: NDArray[np.generic] | None
+
+    def extra_keys(self, block: int, block_size: int) -> BlockExtra:
+        """The extra keys of one hash block, None if there are none."""
+        start, end = block * block_size, (block + 1) * block_size
+        keys: list[ExtraKey] = []
+        if self.lora is not None:
+            keys.append(("lora", *self.lora))
+        keys += [
+            ("mm", identifier, offset - start)
+            for identifier, offset, length in self.multimodal
+            if offset < end and offset + length > start
+        ]
+        if self.cache_salt is not None and block == 0:
+            keys.append(("cache_salt", self.cache_salt))
+        if self.prompt_embeds is not None:
+            rows = np.ascontiguousarray(self.prompt_embeds[start:end])
+            keys.append(("prompt_embeds", hashlib.sha256(rows.tobytes()).digest()))
+        return tuple(keys) or None
+
+
+class TokenSequence:
+    """Token ids that are hashed once and may grow.
+
+    Made by ``client.sequence(...)``, which knows the hasher. ``lora`` is ``(name, path)``; a multimodal item
+    is ``(identifier, offset, length)`` in tokens; ``prompt_embeds`` has one row a token. Two sequences that
+    differ in any of them share no chunk from the first block that it touches on.
+
+    Raises ``InvalidTokensError``.
+    """
+
+    def __init__(
+        self,
+        hasher: BlockHasher,
+        token_ids: TokenIds,
+        *,
+        cache_salt: str | None = None,
+        lora: tuple[str, str] | None = None,
+        multimodal: Sequence[tuple[str, int, int]] = (),
+        prompt_embeds: ArrayLike | None = None,
+    ) -> None:
+        self._hasher = hasher
+        self._traits = SequenceTraits(
+            lora=_checked_lora(lora),
+            cache_salt=_checked_text(cache_salt, "cache_salt") if cache_salt is not None else None,
+            multimodal=_checked_multimodal(multimodal),
+            prompt_embeds=_checked_embeds(prompt_embeds),
+        )
+        self._ids = array("q")
+        self._hashes: list[bytes] = []
+        # A long prompt may be hashed on a worker thread while its owner looks at it.
+        self._lock = threading.Lock()
+        self.extend(token_ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __repr__(self) -> str:
+        return f"<TokenSequence of {len(self)} tokens, {self._hasher.algorithm} blocks of {self._hasher.block_size}>"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._ids)
+
+    @property
+    def hasher(self) -> BlockHasher:
+        return self._hasher
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """A copy of the ids."""
+        return np.array(self._ids, dtype=np.int64)
+
+    @property
+    def unhashed_tokens(self) -> int:
+        """Tokens that the next look at ``block_hashes`` has to hash."""
+        return len(self._ids) - len(self._hashes) * self._hasher.block_size
+
+    @property
+    def block_hashes(self) -> tuple[bytes, ...]:
+        """The digests of the full hash blocks; those of new blocks are computed on first look."""
+        with self._lock:
+            self._hash_new_blocks()
+            return tuple(self._hashes)
+
+    def extend(self, token_ids: TokenIds) -> None:
+        """Append ids (generated tokens, the next turn). What was hashed is not hashed again."""
+        ids = token_array(token_ids, limit=self._hasher.token_limit)
+        with self._lock:
+            self._ids.frombytes(ids.tobytes())
+
+    def _hash_new_blocks(self) -> None:
+        size, done = self._hasher.block_size, len(self._hashes)
+        count = len(self._ids) // size
+        if count == done:
+            return
+        plain = not (self._traits.lora or self._traits.multimodal or self._traits.cache_salt)
+        extras = None
+        if not plain or self._traits.prompt_embeds is not None:
+            extras = [self._traits.extra_keys(block, size) for block in range(done, count)]
+        self._hashes += self._hasher.hash_blocks(
+            self._ids[done * size : count * size],
+            extra_keys=extras,
+            parent=self._hashes[-1] if done else None,
+        )
+
+
+def _checked_text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidTokensError(f"{name} must be text that is not empty, not {value!r}")
+    return value
+
+
+def _checked_lora(lora: tuple[str, str] | None) -> tuple[str, str] | None:
+    if lora is None:
+        return None
+    if isinstance(lora, str) or not isinstance(lora, Sequence) or len(lora) != 2:
+        raise InvalidTokensError(f"lora must be (name, path), not {lora!r}")
+    return _checked_text(lora[0], "the name in lora"), _checked_text(lora[1], "the path in lora")
+
+
+def _checked_multimodal(items: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
+    checked = []
+    for number, item in enumerate(items):
+        if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 3:
+            raise InvalidTokensError(f"multimodal[{number}] must be (identifier, offset, length), not {item!r}")
+        identifier, offset, length = item
+        _checked_text(identifier, f"the identifier in multimodal[{number}]")
+        for value, name, least in ((offset, "offset", 0), (length, "length", 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidTokensError(
+                    f"the {name} in multimodal[{number}] must be an int of at least {least}, not {value!r}"
+                )
+        checked.append((identifier, offset, length))
+    return tuple(sorted(checked, key=lambda item: item[1]))
+
+
+def _checked_embeds(prompt_embeds: ArrayLike | None) -> NDArray[np.generic] | None:
+    if prompt_embeds is None:
+        return None
+    rows = np.asarray(prompt_embeds)
+    if rows.ndim < 2 or rows.dtype == object:
+        raise InvalidTokensError(
+            f"prompt_embeds must be an array with one row a token, not {rows.ndim} dimension(s) of {rows.dtype}"
+        )
+    return rows
