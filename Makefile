@@ -1,0 +1,59 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+# Which build of the native library: mooncake-cpu, mooncake (CUDA 12) or mooncake-cuda13.
+MOONCAKE ?= mooncake-cpu
+ARGS ?=
+
+.PHONY: help demo serve test lint format install system clean
+
+help:
+	@echo "make demo   replay a small workload on a local Mooncake (ARGS='--help' for more)"
+	@echo "make serve  run a local Mooncake to develop against"
+	@echo "make test   run the tests"
+	@echo "make lint   check style and types"
+	@echo "make format lay the code out"
+
+demo: install
+	$(RUN) -m mooncake_sparse_client demo $(ARGS)
+
+serve: install
+	$(RUN) -m mooncake_sparse_client serve $(ARGS)
+
+test: install
+	$(RUN) -m pytest $(ARGS)
+
+lint: install
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: install
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml | system
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is %s; set PYTHON=" % sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[$(MOONCAKE),dev]'
+	touch $@
+
+# What the native wheel links to, and what Debian leaves out of Python; installed only where missing.
+system:
+	@missing=; \
+	for library in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4; do \
+	  PATH="$$PATH:/sbin:/usr/sbin" ldconfig -p | grep -q "$${library%%:*}" || missing="$$missing $${library##*:}"; \
+	done; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || missing="$$missing python3 python3-venv"; \
+	if [ -n "$$missing" ]; then \
+	  as_root=; [ "$$(id -u)" = 0 ] || as_root=sudo; \
+	  echo "installing$$missing"; \
+	  $$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
+	fi
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,39 @@
+"""The command line's entry: ``python -m mooncake_sparse_client COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from ..errors import SparseStoreError
+from . import demo, serve
+
+Run: TypeAlias = Callable[[argparse.Namespace], int]
+_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Run, str]] = {
+    "demo": (demo.add_arguments, demo.run, "replay a request trace on a Mooncake store and show what masks save"),
+    "serve": (serve.add_arguments, serve.run, "run a local Mooncake (master and owner) to develop against"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 the command found something wrong, 2 it could not run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mooncake_sparse_client",
+        description="A KV cache in a Mooncake store that keeps only what a later prefix hit can reach.",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what the client decides")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (add_arguments, _, summary) in _COMMANDS.items():
+        add_arguments(commands.add_parser(name, help=summary, description=summary))
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        return _COMMANDS[arguments.command][1](arguments)
+    except SparseStoreError as error:
+        print(f"{arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

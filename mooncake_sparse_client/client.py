@@ -1,0 +1,227 @@
+"""SparseStoreClient: what a serving stack or a job awaits. It runs the core's plans on a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from numpy.typing import ArrayLike
+
+from .chunks import Sink, Source, check_source
+from .core.hashing import TokenIds
+from .core.masks import BoolArray, token_count
+from .core.plans import PrefixHit, PutPlan, no_presence, plan_put
+from .core.results import GetResult, Health, PutResult, RemoveResult
+from .core.sequence import TokenSequence
+from .errors import InvalidRequestError, StoreTimeoutError, StoreUnavailableError
+from .lifecycle import ClientLifecycle
+from .writing import PutStep
+
+#: Prompts with more tokens than this to hash are hashed on a thread.
+_HASH_INLINE_TOKENS = 4096
+_OUT_OF_REACH = (StoreUnavailableError, StoreTimeoutError)
+
+
+class SparseStoreClient(ClientLifecycle):
+    """Keeps a KV cache in a store: writes the chunks that a later prefix hit can reach, finds the longest
+    prefix that every layer group can resume from, and reads it back.
+
+    Made over any ``Store`` (which stays the caller's to close), or by ``connect`` or ``local``, which open one
+    in ``async with`` and close it. ``dtype`` and ``revision`` keep the caches of other weights apart.
+    ``profile``: ``native``, or ``vllm`` to share keys with a fleet running vLLM. ``timeout`` in seconds bounds
+    every call; a call that works on the caller's memory ends when the native call does. ``when_down``: whether
+    a store that cannot be reached raises, or counts as one that has nothing.
+
+    Raises the errors of ``mooncake_sparse_client.errors``; a miss is never one.
+    """
+
+    def sequence(
+        self,
+        token_ids: TokenIds,
+        *,
+        cache_salt: str | None = None,
+        lora: tuple[str, str] | None = None,
+        multimodal: Sequence[tuple[str, int, int]] = (),
+        prompt_embeds: ArrayLike | None = None,
+    ) -> TokenSequence:
+        """A request's tokens, and what else names its prefixes; see ``TokenSequence``."""
+        return TokenSequence(
+            self.hasher,
+            token_ids,
+            cache_salt=cache_salt,
+            lora=lora,
+            multimodal=multimodal,
+            prompt_embeds=prompt_embeds,
+        )
+
+    async def lookup(self, sequence: TokenSequence, *, local_tokens: int = 0) -> PrefixHit:
+        """Find the longest prefix that every group can resume from. A miss is a hit of 0 tokens.
+
+        ``local_tokens``: a prefix that the engine holds itself; not asked for, not loaded, and the hit is
+        never below it (rounded down to the alignment).
+        """
+        local = token_count(local_tokens, "local_tokens")
+        async with self._bounded("looking a sequence up"):
+            hashes, num_tokens = await self._hashes(sequence)
+            try:
+                return await self._asker.lookup(hashes, num_tokens, local)
+            except _OUT_OF_REACH:
+                if self._when_down == "raise":
+                    raise
+                return self._asker.nothing(hashes, num_tokens, local)
+
+    async def get(self, hit_or_sequence: PrefixHit | TokenSequence, *, into: Sink | None = None) -> GetResult:
+        """Read the chunks of a hit, or of a sequence's own lookup.
+
+        ``into``: where the bytes go, ``(group, chunk) -> writable buffer(s)`` as a callable or mapping; without
+        one they come back in ``GetResult.chunks``. When chunks are gone, late, short or damaged, the result's
+        ``hit_length`` is the longest prefix that can be resumed from what did arrive.
+        """
+        if into is not None:
+            check_source(into)
+        if self.keys.rank not in self.keys.key_ranks:
+            raise InvalidRequestError(
+                f"this client's own rank {self.keys.rank} is not among its key_ranks {self.keys.key_ranks}: "
+                "it may look up, but the chunks of its own rank were never asked for"
+            )
+        async with self._bounded("reading a hit"):
+            hit = await self.lookup(hit_or_sequence) if isinstance(hit_or_sequence, TokenSequence) else hit_or_sequence
+            self._check_hit(hit)
+            try:
+                return await self._reader.get(hit, await self._asker.present_now(hit), into)
+            except _OUT_OF_REACH as error:
+                if self._when_down == "raise":
+                    raise
+                return self._reader.nothing(hit, error.kind, into)
+
+    async def put(
+        self,
+        sequence: TokenSequence,
+        source: Source,
+        *,
+        hit: PrefixHit | None = None,
+        num_tokens: int | None = None,
+        num_prompt_tokens: int | None = None,
+        start_token: int = 0,
+        boundaries: Sequence[int] = (),
+        confirm: bool = False,
+    ) -> PutResult:
+        """Write the chunks of the sequence that a later hit could reach and the store lacks.
+
+        ``source``: ``(group, chunk) -> buffer(s) or None`` as a callable or mapping, asked only for those
+        chunks, on the event loop, a batch at a time. ``num_tokens``: how far the cache really reaches, rounded
+        down to the alignment; default all. ``num_prompt_tokens``: default the sequence's length. ``hit``: this
+        request's own lookup; what it saw is not asked again, and the junction that it found is kept.
+        ``start_token``: the last result's ``end_token`` when one request puts in steps. ``boundaries``: token
+        positions that later requests will part at. ``confirm``: ask again before a chunk counts as written.
+
+        Raises ``InvalidRequestError`` and ``InvalidBufferError``; a chunk that the store refuses is counted
+        as ``failed``.
+        """
+        check_source(source)
+        step: PutStep | None = None
+        async with self._bounded("putting a sequence", lambda: step.so_far() if step else ""):
+            hashes, _ = await self._hashes(sequence)
+            plan = self.plan_put(
+                sequence,
+                hit=hit,
+                num_tokens=num_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                start_token=start_token,
+                boundaries=boundaries,
+            )
+            step = self._writer.step(plan, hashes, source, confirm=confirm)
+            try:
+                await step.run()
+            except _OUT_OF_REACH as error:
+                if self._when_down == "raise":
+                    raise
+                step.fail_the_rest(error.kind)
+            return step.result()
+
+    def plan_put(
+        self,
+        sequence: TokenSequence,
+        *,
+        hit: PrefixHit | None = None,
+        num_tokens: int | None = None,
+        num_prompt_tokens: int | None = None,
+        start_token: int = 0,
+        boundaries: Sequence[int] = (),
+    ) -> PutPlan:
+        """What ``put`` would keep, decided without asking the store."""
+        self._check_sequence(sequence)
+        if hit is not None:
+            self._check_hit(hit)
+            if sequence.block_hashes[: len(hit.block_hashes)] != hit.block_hashes:
+                raise InvalidRequestError(
+                    "hit is not of this sequence: its tokens, salt, LoRA, images or embeddings differ; "
+                    "pass the hit of the request's own lookup"
+                )
+        return plan_put(
+            self.layout,
+            len(sequence),
+            hit=hit,
+            trust_hit=hit is not None and self.keys.rank in hit.key_ranks,
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            start_token=start_token,
+            boundaries=boundaries,
+            retention_interval=self.retention_interval,
+        )
+
+    async def exists(self, sequence: TokenSequence, *, all_chunks: bool = False) -> tuple[BoolArray, ...]:
+        """Which chunks of the sequence's whole blocks are in the store: one boolean array a group.
+
+        Asks only for chunks that some boundary could need, the others are False; ``all_chunks``: for all.
+        """
+        async with self._bounded("asking for the chunks of a sequence"):
+            hashes, num_tokens = await self._hashes(sequence)
+            try:
+                return await self._asker.exists(hashes, num_tokens, all_chunks=all_chunks)
+            except _OUT_OF_REACH:
+                if self._when_down == "raise":
+                    raise
+                return no_presence(self.layout, num_tokens)
+
+    async def remove(self, sequence: TokenSequence, *, force: bool = False) -> RemoveResult:
+        """Delete the sequence's chunks under this client's keys, prefixes shared with others included.
+
+        ``force`` takes chunks too that are leased to readers for now.
+        """
+        async with self._bounded("removing the chunks of a sequence"):
+            hashes, num_tokens = await self._hashes(sequence)
+            return await self._asker.remove(hashes, num_tokens, force=force)
+
+    async def health(self) -> Health:
+        """Whether the store answers now. A store that does not is a value too."""
+        try:
+            async with self._bounded("asking whether the store is there"):
+                return await self._transport.store.health()
+        except StoreTimeoutError as error:
+            return Health(ok=False, kind=error.kind, detail=str(error))
+
+    async def _hashes(self, sequence: TokenSequence) -> tuple[tuple[bytes, ...], int]:
+        """The sequence's block hashes, and its length, which belong together."""
+        self._check_sequence(sequence)
+        num_tokens = len(sequence)
+        if sequence.unhashed_tokens > _HASH_INLINE_TOKENS:
+            hashes = await self._transport.compute(lambda: sequence.block_hashes)
+        else:
+            hashes = sequence.block_hashes
+        return hashes[: num_tokens // self.hasher.block_size], num_tokens
+
+    def _check_sequence(self, sequence: TokenSequence) -> None:
+        if not isinstance(sequence, TokenSequence):
+            raise InvalidRequestError(f"expected a sequence made by client.sequence(...), not {sequence!r}")
+        if sequence.hasher != self.hasher:
+            raise InvalidRequestError(
+                f"the sequence is hashed by {sequence.hasher}, this client's keys by {self.hasher}"
+            )
+
+    def _check_hit(self, hit: PrefixHit) -> None:
+        if not isinstance(hit, PrefixHit):
+            raise InvalidRequestError(f"expected the PrefixHit of a lookup, or a sequence, not {hit!r}")
+        if hit.cache_id != self.keys.cache_id:
+            raise InvalidRequestError(
+                f"the hit is of the cache {hit.cache_id!r}, this client's is {self.keys.cache_id!r}"
+            )

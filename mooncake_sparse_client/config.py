@@ -1,0 +1,312 @@
+"""Settings: where the store is, what a client may use, and how long windows are kept.
+
+Each setting of ``MooncakeConfig`` is taken from the first place that has it: an argument, an environment
+variable, the JSON file that ``MOONCAKE_CONFIG_PATH`` names, the default. Errors say which place was wrong.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, TypedDict
+
+from .errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Mode: TypeAlias = Literal["embedded", "remote"]
+
+CONFIG_PATH_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
+RETENTION_VARIABLES: Final = ("MOONCAKE_SPARSE_RETENTION_INTERVAL", "VLLM_PREFIX_CACHE_RETENTION_INTERVAL")
+#: The native store refuses a smaller segment, and is left half alive by it.
+MIN_SEGMENT_BYTES: Final = 16 << 20
+DEFAULT_LOCAL_BUFFER: Final = 16 << 20
+DEFAULT_SEGMENT: Final = 1 << 30
+
+_VARIABLES: Final[Mapping[str, str]] = {
+    "mode": "MOONCAKE_MODE",
+    "master_server_address": "MOONCAKE_MASTER",
+    "metadata_server": "MOONCAKE_TE_META_DATA_SERVER",
+    "protocol": "MOONCAKE_PROTOCOL",
+    "device_name": "MOONCAKE_DEVICE",
+    "global_segment_size": "MOONCAKE_GLOBAL_SEGMENT_SIZE",
+    "local_buffer_size": "MOONCAKE_LOCAL_BUFFER_SIZE",
+    "tenant_id": "MOONCAKE_TENANT_ID",
+    "local_hostname": "MOONCAKE_LOCAL_HOSTNAME",
+}
+#: What files written for others of the field may hold, and what means nothing here.
+_FOREIGN_KEYS: Final = frozenset(
+    (
+        *("enable_offload", "enable_ssd_offload", "ssd_offload_path", "storage_root_dir", "standalone_storage"),
+        *("enable_client_http_server", "client_http_port", "master_metrics_port", "client_server_address"),
+        *("check_server", "transfer_timeout", "prefer_local_alloc", "prefer_cross_layer_blocks", "extra_config"),
+    )
+)
+_UNITS: Final = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
+
+
+class FromEnv(Enum):
+    """The one value that says: take it from the environment."""
+
+    FROM_ENV = "from the environment"
+
+    def __repr__(self) -> str:
+        return "FROM_ENV"
+
+
+FROM_ENV: Final = FromEnv.FROM_ENV
+
+
+class MooncakeSettings(TypedDict, total=False):
+    """The arguments that override environment, file and defaults. Sizes in bytes, or text like "4GB"."""
+
+    master_server_address: str
+    metadata_server: str
+    protocol: str
+    device_name: str
+    global_segment_size: int | str
+    local_buffer_size: int | str
+    tenant_id: str
+    local_hostname: str
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeConfig:
+    """How to reach a Mooncake store. Made by ``load_config``, which checks it."""
+
+    #: ``host:port`` of the master.
+    master_server_address: str
+    #: ``remote``: a user of other processes' memory. ``embedded``: this process lends ``global_segment_size``.
+    mode: Mode = "remote"
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    #: Bytes lent to the store; 0 in remote mode.
+    global_segment_size: int = 0
+    #: Bytes of the native library's own staging buffer.
+    local_buffer_size: int = DEFAULT_LOCAL_BUFFER
+    tenant_id: str = "default"
+    #: The name that other processes reach this one by; empty: the address that leads to the master.
+    local_hostname: str = ""
+    #: How long the master leases a key that was asked for. Masters differ (5 s, then 10 s) and do not say;
+    #: the shorter one only makes a client ask again sooner.
+    lease_seconds: float = 5.0
+
+    @property
+    def master_host(self) -> str:
+        return self.master_server_address.rpartition(":")[0].strip("[]")
+
+    @property
+    def master_port(self) -> int:
+        return int(self.master_server_address.rpartition(":")[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may use of the store and of this machine.
+
+    ``max_batch_bytes``: bytes of one put or get request. ``max_batch_chunks``: chunks of one put or get.
+    ``max_batch_keys``: keys of one existence question or remove. ``concurrency``: put and get requests in
+    flight at once. ``requests_per_second``: None for no limit; requests are let through first come first served.
+
+    Raises ``ConfigError``.
+    """
+
+    max_batch_bytes: int = 16 << 20
+    max_batch_chunks: int = 1024
+    max_batch_keys: int = 8192
+    concurrency: int = 2
+    requests_per_second: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_bytes", "max_batch_chunks", "max_batch_keys", "concurrency", "requests_per_second"):
+            value = getattr(self, name)
+            if value is None and name == "requests_per_second":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"Limits.{name} must be a positive int, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The retention interval in tokens, and where it was set."""
+
+    interval: int | None
+    origin: str
+
+
+def parse_size(value: int | str, origin: str) -> int:
+    """Bytes from an int or from text such as ``"4GB"``, ``"0.5 GiB"`` or ``"64mb"`` (powers of 1024).
+
+    Raises ``ConfigError`` that names ``origin``.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        unit = match[2].upper().replace("IB", "B") if match else None
+        if match and unit is not None and (unit in _UNITS or unit + "B" in _UNITS):
+            return int(float(match[1]) * _UNITS[unit if unit in _UNITS else unit + "B"])
+    raise ConfigError(f"{origin} is {value!r}; a size is a number of bytes, or text such as '512MB' or '4GB'")
+
+
+def load_retention(given: int | FromEnv | None = FROM_ENV, environ: Mapping[str, str] | None = None) -> Retention:
+    """The client's retention interval: the argument, else the first of ``RETENTION_VARIABLES`` that is set.
+
+    Raises ``ConfigError`` that names the variable whose text is empty, negative or no number.
+    """
+    if given is not FROM_ENV:
+        return Retention(given, "argument")
+    environ = os.environ if environ is None else environ
+    for variable in RETENTION_VARIABLES:
+        text = environ.get(variable)
+        if text is None:
+            continue
+        if not re.fullmatch(r"[0-9]+", text.strip()):
+            raise ConfigError(
+                f"{variable} is {text!r}; set it to a number of tokens (0 keeps no periodic boundary), "
+                "or unset it to keep every boundary"
+            )
+        return Retention(int(text), variable)
+    return Retention(None, "default")
+
+
+def load_config(
+    mode: Mode | None = None,
+    *,
+    config: MooncakeConfig | str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    **settings: object,
+) -> MooncakeConfig:
+    """Gather and check the settings: ``settings`` (see ``MooncakeSettings``), environment, file, defaults.
+
+    ``config``: a file instead of the one that ``MOONCAKE_CONFIG_PATH`` names, or a ready ``MooncakeConfig``,
+    which takes the file's place. Raises ``ConfigError``.
+    """
+    environ = os.environ if environ is None else environ
+    found: dict[str, tuple[object, str]] = {}
+    if isinstance(config, MooncakeConfig):
+        found |= {field.name: (getattr(config, field.name), f"config.{field.name}") for field in fields(config)}
+    elif path := config or environ.get(CONFIG_PATH_VARIABLE):
+        found |= _read_file(Path(path))
+    found |= {name: (environ[variable], variable) for name, variable in _VARIABLES.items() if environ.get(variable)}
+    given = {"mode": mode, **settings}
+    found |= {name: (value, f"argument {name}") for name, value in given.items() if value is not None}
+    return _checked(found)
+
+
+def _read_file(path: Path) -> dict[str, tuple[object, str]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the config file {path} ({error.strerror}); see {CONFIG_PATH_VARIABLE}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"the config file {path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"the config file {path} must hold one JSON object, not a {type(content).__name__}")
+    for key in content.keys() - _VARIABLES.keys() - _FOREIGN_KEYS:
+        near = difflib.get_close_matches(key, _VARIABLES, n=1, cutoff=0.8)
+        if near:
+            raise ConfigError(f"the config file {path} has the unknown key {key!r}; did you mean {near[0]!r}?")
+        logger.warning("the config file %s has the key %r, which means nothing here", path, key)
+    return {name: (content[name], f"{name} in {path}") for name in _VARIABLES if content.get(name) not in (None, "")}
+
+
+def _checked(found: Mapping[str, tuple[object, str]]) -> MooncakeConfig:
+    def text(name: str, default: str = "") -> str:
+        value, origin = found.get(name, (default, ""))
+        if not isinstance(value, str):
+            raise ConfigError(f"{origin} must be text, not {value!r}")
+        return value.strip()
+
+    def size(name: str, default: int) -> int:
+        value, origin = found.get(name, (default, ""))
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ConfigError(f"{origin} is {value!r}; a size is a number of bytes, or text such as '4GB'")
+        return parse_size(value, origin)
+
+    mode = _checked_mode(*found.get("mode", ("remote", "")))
+    return MooncakeConfig(
+        master_server_address=_checked_address(*found.get("master_server_address", ("", ""))),
+        mode=mode,
+        metadata_server=_checked_metadata(text("metadata_server", "P2PHANDSHAKE")),
+        protocol=_checked_protocol(*found.get("protocol", ("tcp", ""))),
+        device_name=text("device_name"),
+        global_segment_size=_checked_segment(mode, size("global_segment_size", DEFAULT_SEGMENT), found),
+        local_buffer_size=size("local_buffer_size", DEFAULT_LOCAL_BUFFER),
+        tenant_id=text("tenant_id", "default"),
+        local_hostname=text("local_hostname"),
+        lease_seconds=_checked_lease(*found.get("lease_seconds", (5.0, ""))),
+    )
+
+
+def _checked_mode(value: object, origin: str) -> Mode:
+    # vLLM's word for a store whose memory other processes hold.
+    if value in ("remote", "standalone-store"):
+        return "remote"
+    if value == "embedded":
+        return "embedded"
+    raise ConfigError(f"{origin} is {value!r}; the mode is 'remote' or 'embedded'")
+
+
+def _checked_address(value: object, origin: str) -> str:
+    if not value:
+        raise ConfigError(
+            "no master address: pass master_server_address='host:port', set MOONCAKE_MASTER, or name a file "
+            f"in {CONFIG_PATH_VARIABLE}. `python -m mooncake_sparse_client serve` starts a local one"
+        )
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(\d{1,5})", value) if isinstance(value, str) else None
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        raise ConfigError(f"{origin} is {value!r}; the master's address is 'host:port', such as '127.0.0.1:50051'")
+    return match[0]
+
+
+def _checked_metadata(value: str) -> str:
+    if value.upper() == "P2PHANDSHAKE":
+        return "P2PHANDSHAKE"  # the native library takes another spelling for the name of an etcd host
+    if value.startswith("redis://"):
+        raise ConfigError("metadata_server: redis:// makes the native library end the process; use P2PHANDSHAKE")
+    if not value:
+        raise ConfigError("metadata_server is empty; use P2PHANDSHAKE, etcd://... or http://...")
+    return value
+
+
+def _checked_protocol(value: object, origin: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{origin} must be text, not {value!r}")
+    if value.lower() != "tcp":
+        raise ConfigError(
+            f"{origin} is {value!r}; this version moves bytes over 'tcp' only: other protocols need memory that is "
+            "registered with the device, and would fall back to TCP without a word"
+        )
+    return "tcp"
+
+
+def _checked_lease(value: object, origin: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ConfigError(f"{origin} is {value!r}; a lease is a positive number of seconds")
+    return float(value)
+
+
+def _checked_segment(mode: Mode, size: int, found: Mapping[str, tuple[object, str]]) -> int:
+    value, origin = found.get("global_segment_size", (0, ""))
+    if mode == "remote":
+        # A file or environment shared with embedded processes may name a size; it is not for this client.
+        if value and origin.startswith("argument"):
+            raise ConfigError(f"{origin} is {value!r}, but mode 'remote' lends no memory; use mode='embedded'")
+        return 0
+    if size < MIN_SEGMENT_BYTES:
+        raise ConfigError(
+            f"{origin or 'global_segment_size'} is {size} bytes; the native store wants at least {MIN_SEGMENT_BYTES}"
+        )
+    return size

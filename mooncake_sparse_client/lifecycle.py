@@ -1,0 +1,220 @@
+"""Making, opening and closing a client: what ``SparseStoreClient`` is before and after its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from enum import Enum
+from typing import Self, Unpack
+
+from .asking import Asker
+from .config import FROM_ENV, FromEnv, Limits, Mode, MooncakeConfig, load_config, load_retention
+from .core.framing import ValueFormatName
+from .core.hashing import BlockHasher
+from .core.keys import KeySchema
+from .core.layout import KVCacheLayout
+from .core.masks import check_retention_interval
+from .errors import ClientClosedError, ConfigError, InvalidRetentionError, StoreTimeoutError
+from .identity import Profile, resolve_identity
+from .reading import Reader
+from .settings import (
+    DEFAULT_TIMEOUT,
+    ClientSettings,
+    ConnectSettings,
+    StoreOpener,
+    WhenDown,
+    checked_timeout,
+    checked_when_down,
+    local_config,
+    open_connected,
+    open_local,
+    split_settings,
+)
+from .stores.base import Store
+from .stores.throttle import ThrottledStore
+from .transfer import Transport
+from .writing import Writer
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_LIMITS = Limits()
+
+
+class _State(Enum):
+    NEW = "not opened yet; use `async with client:`"
+    OPEN = "open"
+    CLOSED = "closed; make a new one"
+
+
+class ClientLifecycle:
+    """The states of a client (new, open, closed), and what it holds while open."""
+
+    def __init__(
+        self,
+        store: Store | StoreOpener,
+        layout: KVCacheLayout,
+        *,
+        model_name: str,
+        dtype: str = "bfloat16",
+        revision: str = "",
+        profile: Profile = "native",
+        keys: KeySchema | None = None,
+        hasher: BlockHasher | None = None,
+        value_format: ValueFormatName | None = None,
+        retention_interval: int | FromEnv | None = FROM_ENV,
+        limits: Limits = _DEFAULT_LIMITS,
+        timeout: float = DEFAULT_TIMEOUT,
+        when_down: WhenDown = "raise",
+    ) -> None:
+        self._state = _State.NEW
+        self._stack = AsyncExitStack()
+        self._limits = limits
+        self._timeout = checked_timeout(timeout)
+        self._when_down = checked_when_down(when_down)
+        self._identity = resolve_identity(
+            layout,
+            model_name=model_name,
+            dtype=dtype,
+            revision=revision,
+            profile=profile,
+            keys=keys,
+            hasher=hasher,
+            value_format=value_format,
+        )
+        self._retention = load_retention(retention_interval)
+        try:
+            check_retention_interval(self.layout, self._retention.interval)
+        except InvalidRetentionError as error:
+            raise InvalidRetentionError(f"{error} (from {self._retention.origin})") from error
+        logger.info("retention interval: %s (from %s)", self._retention.interval, self._retention.origin)
+        self._opener = store if isinstance(store, StoreOpener) else None
+        if not isinstance(store, StoreOpener):
+            self._attach(store)
+
+    @classmethod
+    def connect(
+        cls,
+        layout: KVCacheLayout,
+        *,
+        model_name: str,
+        mode: Mode | None = None,
+        config: MooncakeConfig | str | os.PathLike[str] | None = None,
+        **settings: Unpack[ConnectSettings],
+    ) -> Self:
+        """A client of a running Mooncake, connected when entered.
+
+        ``mode``: ``remote`` (the default) uses other processes' memory; ``embedded`` lends a segment of this
+        one's. Store settings given here override environment, file (``config``, else the one that
+        ``MOONCAKE_CONFIG_PATH`` names) and defaults. Entering raises ``ConfigError`` and ``ConnectError``.
+        """
+        ours, theirs = split_settings(settings)
+        timeout = ours.get("timeout", DEFAULT_TIMEOUT)
+
+        async def opened(stack: AsyncExitStack) -> Store:
+            # On a thread, since it may read a file.
+            found = await asyncio.to_thread(load_config, mode, config=config, **theirs)
+            return await open_connected(stack, found, timeout)
+
+        return cls(StoreOpener(opened), layout, model_name=model_name, **ours)
+
+    @classmethod
+    def local(
+        cls,
+        layout: KVCacheLayout,
+        *,
+        model_name: str,
+        segment_size: int | str = "1GB",
+        **settings: Unpack[ClientSettings],
+    ) -> Self:
+        """A client with a Mooncake of its own, started when entered and gone when left, with all its data.
+
+        ``segment_size``: the memory of this process that holds the data, in bytes or as text like "1GB".
+        """
+        local_config(segment_size)  # a wrong size is told now, not when the client is entered
+        timeout = settings.get("timeout", DEFAULT_TIMEOUT)
+        opener = StoreOpener(lambda stack: open_local(stack, segment_size, timeout))
+        return cls(opener, layout, model_name=model_name, **settings)
+
+    def _attach(self, store: Store) -> None:
+        if not isinstance(store, Store):
+            raise ConfigError(f"store must be a Store such as MemoryStore(), not {store!r}; see connect() and local()")
+        largest = max(self._identity.value_bytes(group) for group in range(len(self.layout.groups)))
+        if store.max_value_bytes is not None and largest > store.max_value_bytes:
+            raise ConfigError(
+                f"the layout's largest chunk takes {largest} bytes, but the store holds values of at most "
+                f"{store.max_value_bytes}; give the store a larger segment, or the layout smaller blocks"
+            )
+        if self._limits.requests_per_second is not None:
+            store = ThrottledStore(store, self._limits.requests_per_second)
+        self._transport = Transport(store, self._identity, self._limits)
+        self._asker, self._reader = Asker(self._transport), Reader(self._transport)
+        self._writer = Writer(self._transport)
+        self._state = _State.OPEN
+
+    async def __aenter__(self) -> Self:
+        if self._state is _State.NEW and self._opener is not None:
+            async with AsyncExitStack() as opening:
+                self._attach(await self._opener.open(opening))
+                self._stack = opening.pop_all()
+        self._check_open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Refuse new calls, wait for native calls in flight within a bound, and close what this client opened."""
+        was, self._state = self._state, _State.CLOSED
+        if was is _State.OPEN:
+            try:
+                await self._transport.settle(self._timeout)
+            finally:
+                await self._stack.aclose()
+
+    @property
+    def layout(self) -> KVCacheLayout:
+        """The layout in force: its hash block is the profile's unless the caller gave one."""
+        return self._identity.layout
+
+    @property
+    def keys(self) -> KeySchema:
+        """The key schema in force, its namespace filled in."""
+        return self._identity.keys.schema
+
+    @property
+    def hasher(self) -> BlockHasher:
+        return self._identity.hasher
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over what makes two caches incompatible."""
+        return self._identity.value_format.fingerprint
+
+    @property
+    def retention_interval(self) -> int | None:
+        """In tokens; None keeps the windows of every boundary, 0 of none but the request's own."""
+        return self._retention.interval
+
+    @property
+    def retention_origin(self) -> str:
+        """Where the retention interval was set: ``argument``, a variable's name or ``default``."""
+        return self._retention.origin
+
+    @asynccontextmanager
+    async def _bounded(self, what: str, so_far: Callable[[], str] = lambda: "") -> AsyncIterator[None]:
+        """Let the body take ``timeout`` seconds; ``so_far`` says what a body that is cut off had done."""
+        self._check_open()
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except StoreTimeoutError:
+            raise
+        except TimeoutError as error:
+            raise StoreTimeoutError(f"{what}: not done within {self._timeout:g} s{so_far()}") from error
+
+    def _check_open(self) -> None:
+        if self._state is not _State.OPEN:
+            raise ClientClosedError(f"this client is {self._state.value}")

@@ -1,0 +1,101 @@
+"""The Store protocol: batched, asynchronous, and the same whoever keeps the bytes.
+
+A store knows keys and values, nothing of tokens. ``tests/store_contract.py`` says what each must do. Things
+that cut across (a throttle, retries, metrics, latency in tests) are wrappers around a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+from ..core.results import Health
+from ..errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class PutItem:
+    """A value to write: its ``buffers`` one after another. ``replace``: overwrite what is there."""
+
+    key: str
+    buffers: tuple[memoryview, ...]
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GetItem:
+    """A value to read into ``buffers`` (writable), one after another; their sizes must add up to its own."""
+
+    key: str
+    buffers: tuple[memoryview, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one key of a batch failed: a stable word, whether to try again, and a sentence.
+
+    Words: ``missing``, ``length``, ``lease_expired``, ``transfer``, ``busy``, ``full``, ``rejected``,
+    ``unavailable``, ``timeout``, ``unknown``.
+    """
+
+    kind: str
+    retriable: bool
+    detail: str
+
+
+class RemoveOutcome(Enum):
+    """What became of one key in a remove."""
+
+    REMOVED = "removed"
+    ABSENT = "absent"
+    LEASED = "leased"
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Where values are kept.
+
+    Each method takes a batch in which a key stands at most once (else ``InvalidRequestError``) and answers
+    in the batch's order. A key's own trouble is a value in the answer; an exception (``StoreError``) means
+    that the call as a whole failed. No buffer is touched after ``put`` or ``get`` has returned or raised,
+    cancelled calls included. After ``aclose`` every method raises ``ClientClosedError``.
+    """
+
+    @property
+    def max_value_bytes(self) -> int | None:
+        """The largest value that can ever fit, in bytes; None if unknown."""
+
+    @property
+    def lease_seconds(self) -> float | None:
+        """For how long a key that was seen to exist is safe from eviction; None for ever."""
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each key has a complete value. May lease the keys that have."""
+
+    async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
+        """Write each value; None for a key that then has one. A value that is there stays, unless replaced."""
+
+    async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
+        """Fill each item's buffers; None for a key whose whole value arrived. Else their bytes are undefined."""
+
+    async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:
+        """Delete each key; ``force`` takes those too that are leased to readers."""
+
+    async def health(self) -> Health:
+        """Whether the store answers now; never raises for a store that does not."""
+
+    async def aclose(self) -> None:
+        """Let go of everything, once calls in flight are over. Idempotent."""
+
+
+def check_distinct(keys: Iterable[str]) -> None:
+    """A key may stand in a batch once: real stores answer nonsense to duplicates, and silently."""
+    seen: set[str] = set()
+    for key in keys:
+        if not isinstance(key, str) or not key:
+            raise InvalidRequestError(f"a key must be text that is not empty, not {key!r}")
+        if key in seen:
+            raise InvalidRequestError(f"the key {key!r} stands twice in one batch; ask for each key once")
+        seen.add(key)

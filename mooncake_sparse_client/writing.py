@@ -1,0 +1,171 @@
+"""Carrying out a put: ask what is there, write what is missing, each key once whoever else puts it now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from .chunks import Source, read_source
+from .core.plans import NOTHING, PutPlan, Tally
+from .core.results import ChunkFailure, PutResult
+from .stores.base import PutItem
+from .transfer import ChunkJob, Transport, all_keys
+
+
+class Writer:
+    """Makes one client's puts, and keeps them from writing a key twice."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        # Whoever puts a key now answers here whether it then had a value.
+        self._claims: dict[str, asyncio.Future[bool]] = {}
+
+    def step(self, plan: PutPlan, block_hashes: Sequence[bytes], source: Source, *, confirm: bool) -> PutStep:
+        return PutStep(self._transport, self._claims, plan, block_hashes, source, confirm=confirm)
+
+
+class PutStep:
+    """One put under way. ``result`` says at any time what it has done."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        claims: dict[str, asyncio.Future[bool]],
+        plan: PutPlan,
+        block_hashes: Sequence[bytes],
+        source: Source,
+        *,
+        confirm: bool,
+    ) -> None:
+        self._transport = transport
+        self._claims = claims
+        self._plan = plan
+        self._source = source
+        self._confirm = confirm
+        self._page_sizes = transport.identity.layout.page_sizes
+        self._written = self._existing = self._unavailable = NOTHING
+        self._failures: list[ChunkFailure] = []
+        self._open: dict[str, ChunkJob] = {}
+        self._take_jobs(block_hashes)
+
+    async def run(self) -> None:
+        """Settle every chunk that the plan keeps. Raises what the store or the source raises."""
+        while jobs := list(self._open.values()):
+            await self._put_claimable(jobs)
+
+    def fail_the_rest(self, reason: str) -> None:
+        """Count what is not settled as failed."""
+        for job in list(self._open.values()):
+            self._failed(job, reason)
+
+    def so_far(self) -> str:
+        return f"; {self._written.chunks} chunks were written, {len(self._open)} were left"
+
+    def result(self) -> PutResult:
+        return PutResult(
+            end_token=self._plan.end_token,
+            written=self._written,
+            existing=self._existing,
+            unreachable=sum(self._plan.unreachable, NOTHING),
+            unavailable=self._unavailable,
+            failed=Tally(len(self._failures), sum(self._page_sizes[failure.group] for failure in self._failures)),
+            failures=tuple(self._failures),
+        )
+
+    def _take_jobs(self, block_hashes: Sequence[bytes]) -> None:
+        identity, ledger = self._transport.identity, self._transport.ledger
+        for group, kept in enumerate(self._plan.kept()):
+            chunks = [chunk for chunk, _ in kept]
+            names = identity.keys.names(block_hashes, group, chunks)
+            keys = identity.keys.own_keys(block_hashes, group, chunks)
+            for (chunk, known), name, key in zip(kept, names, keys, strict=True):
+                replace = identity.owns_namespace and ledger.is_damaged(key)
+                if known and not ledger.is_suspect(key):
+                    self._existing += Tally(1, self._page_sizes[group])
+                else:
+                    self._open[key] = ChunkJob(group, chunk, name, key, replace)
+
+    async def _put_claimable(self, jobs: Sequence[ChunkJob]) -> None:
+        """Put the jobs whose keys nobody else puts now, then wait for the others."""
+        theirs = [(job, self._claims[job.key]) for job in jobs if job.key in self._claims]
+        mine = [job for job in jobs if job.key not in self._claims]
+        loop = asyncio.get_running_loop()
+        self._claims |= {job.key: loop.create_future() for job in mine}
+        try:
+            await self._put_missing(mine)
+        finally:
+            for job in mine:
+                self._answer(job, stored=False)
+        for job, claim in theirs:
+            await asyncio.wait([claim])  # which, other than awaiting it, never cancels another's claim
+            if claim.result():
+                self._exists(job)
+
+    async def _put_missing(self, jobs: Sequence[ChunkJob]) -> None:
+        unsure = [job for job in jobs if not job.replace]
+        for job, exists in zip(unsure, await self._transport.exists_at_all(all_keys(unsure)), strict=True):
+            if exists:
+                self._exists(job)
+        await self._transport.each_batch([job for job in jobs if job.key in self._open], self._write_batch)
+
+    async def _write_batch(self, batch: Sequence[ChunkJob]) -> None:
+        pairs = []
+        for job in batch:
+            payload = read_source(self._source, job.group, job.chunk, self._page_sizes[job.group])
+            if payload is None:
+                self._has_no_bytes(job)
+            else:
+                pairs.append((job, payload))
+        value_format = self._transport.identity.value_format
+
+        def framed() -> list[PutItem]:
+            return [
+                PutItem(job.key, (memoryview(header), *payload) if header else payload, job.replace)
+                for job, payload in pairs
+                for header in (value_format.header(job.group, job.name, payload),)
+            ]
+
+        failures = await self._transport.store.put(await self._transport.compute(framed))
+        stored = [job for (job, _), failure in zip(pairs, failures, strict=True) if failure is None]
+        confirmed = await self._confirmed(stored)
+        for (job, _), failure in zip(pairs, failures, strict=True):
+            if failure is not None:
+                self._failed(job, failure.kind)
+            elif job.key in confirmed:
+                self._wrote(job)
+            else:
+                self._failed(job, "unconfirmed")
+
+    async def _confirmed(self, jobs: Sequence[ChunkJob]) -> set[str]:
+        """The keys that count as written. A put can be swallowed by another writer's unfinished one, which
+        only asking again would show."""
+        keys = all_keys(jobs)
+        if not self._confirm:
+            return set(keys)
+        found = await self._transport.exists_at_all(keys)
+        return {key for key, exists in zip(keys, found, strict=True) if exists}
+
+    def _exists(self, job: ChunkJob) -> None:
+        self._existing += self._settle(job, stored=True)
+
+    def _wrote(self, job: ChunkJob) -> None:
+        self._transport.ledger.clear(job.key)
+        self._written += self._settle(job, stored=True)
+
+    def _has_no_bytes(self, job: ChunkJob) -> None:
+        self._unavailable += self._settle(job, stored=False)
+
+    def _failed(self, job: ChunkJob, reason: str) -> None:
+        self._settle(job, stored=False)
+        self._failures.append(ChunkFailure(job.group, job.chunk, reason))
+
+    def _settle(self, job: ChunkJob, *, stored: bool) -> Tally:
+        del self._open[job.key]
+        self._answer(job, stored=stored)
+        return Tally(1, self._page_sizes[job.group])
+
+    def _answer(self, job: ChunkJob, *, stored: bool) -> None:
+        """Tell those who wait for this put's claim on the key."""
+        claim = self._claims.pop(job.key, None)
+        if claim is not None:
+            claim.set_result(stored)
