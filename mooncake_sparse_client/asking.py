@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .core.masks import BoolArray, load_mask, store_mask
+from .core.masks import BoolArray, load_mask, read_only, store_mask
 from .core.plans import PrefixHit, lookup_questions, lookup_stages, needed_again, no_presence
 from .core.prefix import explain_prefix
 from .core.results import RemoveResult
@@ -62,11 +62,11 @@ class Asker:
         return PrefixHit(
             hit_length=report.hit_length,
             shared_length=report.shared_length,
-            load_masks=load_mask(layout, report.hit_length, local_tokens=local),
+            load_masks=read_only(load_mask(layout, report.hit_length, local_tokens=local)),
             report=report,
             num_tokens=num_tokens,
             local_tokens=local,
-            present=present,
+            present=read_only(present),
             block_hashes=hashes,
             cache_id=schema.cache_id,
             key_ranks=schema.key_ranks,

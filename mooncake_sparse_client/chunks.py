@@ -66,13 +66,14 @@ def _views(found: ChunkBuffers, what: str, nbytes: int) -> tuple[memoryview, ...
 def _byte_view(piece: object, what: str) -> memoryview:
     """A flat view of bytes. Native code would cut off wider items and misread strided ones, silently."""
     if isinstance(piece, np.ndarray):
+        piece = np.asarray(piece)
         if not piece.flags.c_contiguous or piece.dtype.hasobject:
             raise InvalidBufferError(f"{what} is an array that is not C-contiguous plain data; copy it first")
         return piece.reshape(-1).view(np.uint8).data
     try:
         view = memoryview(piece)  # type: ignore[arg-type]  # what is no buffer raises TypeError, caught here
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidBufferError(f"{what} is no buffer of bytes: {error}") from error
     if not view.c_contiguous:
         raise InvalidBufferError(f"{what} is a strided view; copy it into contiguous memory first")
-    return view.cast("B")
+    return view.cast("B") if view.nbytes else memoryview(b"")

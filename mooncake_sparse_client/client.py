@@ -14,7 +14,6 @@ from .core.results import GetResult, Health, PutResult, RemoveResult
 from .core.sequence import TokenSequence
 from .errors import InvalidRequestError, StoreTimeoutError, StoreUnavailableError
 from .lifecycle import ClientLifecycle
-from .writing import PutStep
 
 #: Prompts with more tokens than this to hash are hashed on a thread.
 _HASH_INLINE_TOKENS = 4096
@@ -60,14 +59,14 @@ class SparseStoreClient(ClientLifecycle):
         never below it (rounded down to the alignment).
         """
         local = token_count(local_tokens, "local_tokens")
-        async with self._bounded("looking a sequence up"):
-            hashes, num_tokens = await self._hashes(sequence)
-            try:
+        hashes, num_tokens = await self._hashes(sequence)
+        try:
+            async with self._bounded("looking a sequence up"):
                 return await self._asker.lookup(hashes, num_tokens, local)
-            except _OUT_OF_REACH:
-                if self._when_down == "raise":
-                    raise
-                return self._asker.nothing(hashes, num_tokens, local)
+        except _OUT_OF_REACH:
+            if self._when_down == "raise":
+                raise
+            return self._asker.nothing(hashes, num_tokens, local)
 
     async def get(self, hit_or_sequence: PrefixHit | TokenSequence, *, into: Sink | None = None) -> GetResult:
         """Read the chunks of a hit, or of a sequence's own lookup.
@@ -83,15 +82,15 @@ class SparseStoreClient(ClientLifecycle):
                 f"this client's own rank {self.keys.rank} is not among its key_ranks {self.keys.key_ranks}: "
                 "it may look up, but the chunks of its own rank were never asked for"
             )
-        async with self._bounded("reading a hit"):
-            hit = await self.lookup(hit_or_sequence) if isinstance(hit_or_sequence, TokenSequence) else hit_or_sequence
-            self._check_hit(hit)
-            try:
+        hit = await self.lookup(hit_or_sequence) if isinstance(hit_or_sequence, TokenSequence) else hit_or_sequence
+        self._check_hit(hit)
+        try:
+            async with self._bounded(f"reading a hit of {hit.hit_length} tokens"):
                 return await self._reader.get(hit, await self._asker.present_now(hit), into)
-            except _OUT_OF_REACH as error:
-                if self._when_down == "raise":
-                    raise
-                return self._reader.nothing(hit, error.kind, into)
+        except _OUT_OF_REACH as error:
+            if self._when_down == "raise":
+                raise
+            return self._reader.nothing(hit, error.kind)
 
     async def put(
         self,
@@ -118,25 +117,24 @@ class SparseStoreClient(ClientLifecycle):
         as ``failed``.
         """
         check_source(source)
-        step: PutStep | None = None
-        async with self._bounded("putting a sequence", lambda: step.so_far() if step else ""):
-            hashes, _ = await self._hashes(sequence)
-            plan = self.plan_put(
-                sequence,
-                hit=hit,
-                num_tokens=num_tokens,
-                num_prompt_tokens=num_prompt_tokens,
-                start_token=start_token,
-                boundaries=boundaries,
-            )
-            step = self._writer.step(plan, hashes, source, confirm=confirm)
-            try:
+        hashes, _ = await self._hashes(sequence)
+        plan = self.plan_put(
+            sequence,
+            hit=hit,
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            start_token=start_token,
+            boundaries=boundaries,
+        )
+        step = self._writer.step(plan, hashes, source, confirm=confirm)
+        try:
+            async with self._bounded(f"putting tokens {plan.start_token} to {plan.end_token}", step.so_far):
                 await step.run()
-            except _OUT_OF_REACH as error:
-                if self._when_down == "raise":
-                    raise
-                step.fail_the_rest(error.kind)
-            return step.result()
+        except _OUT_OF_REACH as error:
+            if self._when_down == "raise":
+                raise
+            step.fail_the_rest(error.kind)
+        return step.result()
 
     def plan_put(
         self,
@@ -174,22 +172,22 @@ class SparseStoreClient(ClientLifecycle):
 
         Asks only for chunks that some boundary could need, the others are False; ``all_chunks``: for all.
         """
-        async with self._bounded("asking for the chunks of a sequence"):
-            hashes, num_tokens = await self._hashes(sequence)
-            try:
+        hashes, num_tokens = await self._hashes(sequence)
+        try:
+            async with self._bounded("asking for the chunks of a sequence"):
                 return await self._asker.exists(hashes, num_tokens, all_chunks=all_chunks)
-            except _OUT_OF_REACH:
-                if self._when_down == "raise":
-                    raise
-                return no_presence(self.layout, num_tokens)
+        except _OUT_OF_REACH:
+            if self._when_down == "raise":
+                raise
+            return no_presence(self.layout, num_tokens)
 
     async def remove(self, sequence: TokenSequence, *, force: bool = False) -> RemoveResult:
         """Delete the sequence's chunks under this client's keys, prefixes shared with others included.
 
         ``force`` takes chunks too that are leased to readers for now.
         """
+        hashes, num_tokens = await self._hashes(sequence)
         async with self._bounded("removing the chunks of a sequence"):
-            hashes, num_tokens = await self._hashes(sequence)
             return await self._asker.remove(hashes, num_tokens, force=force)
 
     async def health(self) -> Health:
@@ -202,6 +200,7 @@ class SparseStoreClient(ClientLifecycle):
 
     async def _hashes(self, sequence: TokenSequence) -> tuple[tuple[bytes, ...], int]:
         """The sequence's block hashes, and its length, which belong together."""
+        self._check_open()
         self._check_sequence(sequence)
         num_tokens = len(sequence)
         if sequence.unhashed_tokens > _HASH_INLINE_TOKENS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, TypedDict
 
+from .checks import whole_number
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,9 @@ class MooncakeSettings(TypedDict, total=False):
     lease_seconds: float
 
 
+_ARGUMENTS: Final = frozenset(MooncakeSettings.__annotations__)
+
+
 @dataclass(frozen=True, slots=True)
 class MooncakeConfig:
     """How to reach a Mooncake store. Made by ``load_config``, which checks it."""
@@ -131,8 +136,7 @@ class Limits:
             value = getattr(self, name)
             if value is None and name == "requests_per_second":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"Limits.{name} must be a positive int, not {value!r}")
+            object.__setattr__(self, name, whole_number(value, f"Limits.{name}", ConfigError, least=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +157,9 @@ def parse_size(value: int | str, origin: str) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         unit = match[2].upper().replace("IB", "B") if match else None
-        if match and unit is not None and (unit in _UNITS or unit + "B" in _UNITS):
-            return int(float(match[1]) * _UNITS[unit if unit in _UNITS else unit + "B"])
+        factor = None if unit is None else _UNITS.get(unit, _UNITS.get(unit + "B"))
+        if match and factor is not None and len(match[1]) <= 20:
+            return int(float(match[1]) * factor)
     raise ConfigError(f"{origin} is {value!r}; a size is a number of bytes, or text such as '512MB' or '4GB'")
 
 
@@ -188,16 +193,19 @@ def load_config(
 ) -> MooncakeConfig:
     """Gather and check the settings: ``settings`` (see ``MooncakeSettings``), environment, file, defaults.
 
-    ``config``: a file instead of the one that ``MOONCAKE_CONFIG_PATH`` names, or a ready ``MooncakeConfig``,
-    which takes the file's place. Raises ``ConfigError``.
+    ``config``: a file instead of the one that ``MOONCAKE_CONFIG_PATH`` names; or a ready ``MooncakeConfig``,
+    which leaves environment and file aside. Raises ``ConfigError``. Reads a file: call it on a thread.
     """
     environ = os.environ if environ is None else environ
     found: dict[str, tuple[object, str]] = {}
     if isinstance(config, MooncakeConfig):
         found |= {field.name: (getattr(config, field.name), f"config.{field.name}") for field in fields(config)}
-    elif path := config or environ.get(CONFIG_PATH_VARIABLE):
-        found |= _read_file(Path(path))
-    found |= {name: (environ[variable], variable) for name, variable in _VARIABLES.items() if environ.get(variable)}
+    else:
+        if path := config or environ.get(CONFIG_PATH_VARIABLE):
+            found |= _read_file(Path(path))
+        found |= {name: (environ[variable], variable) for name, variable in _VARIABLES.items() if environ.get(variable)}
+    for name in settings.keys() - _ARGUMENTS:
+        raise ConfigError(f"unknown setting {name!r}{_near(name)}; there are {', '.join(sorted(_ARGUMENTS))}")
     given = {"mode": mode, **settings}
     found |= {name: (value, f"argument {name}") for name, value in given.items() if value is not None}
     return _checked(found)
@@ -215,11 +223,16 @@ def _read_file(path: Path) -> dict[str, tuple[object, str]]:
     if not isinstance(content, dict):
         raise ConfigError(f"the config file {path} must hold one JSON object, not a {type(content).__name__}")
     for key in content.keys() - _VARIABLES.keys() - _FOREIGN_KEYS:
-        near = difflib.get_close_matches(key, _VARIABLES, n=1, cutoff=0.8)
-        if near:
-            raise ConfigError(f"the config file {path} has the unknown key {key!r}; did you mean {near[0]!r}?")
+        if near := _near(key):
+            raise ConfigError(f"the config file {path} has the unknown key {key!r}{near}")
         logger.warning("the config file %s has the key %r, which means nothing here", path, key)
     return {name: (content[name], f"{name} in {path}") for name in _VARIABLES if content.get(name) not in (None, "")}
+
+
+def _near(name: str) -> str:
+    """A guess at what was meant, as the rest of a sentence."""
+    near = difflib.get_close_matches(name, [*_VARIABLES, *_ARGUMENTS], n=1, cutoff=0.8)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _checked(found: Mapping[str, tuple[object, str]]) -> MooncakeConfig:
@@ -239,7 +252,9 @@ def _checked(found: Mapping[str, tuple[object, str]]) -> MooncakeConfig:
     return MooncakeConfig(
         master_server_address=_checked_address(*found.get("master_server_address", ("", ""))),
         mode=mode,
-        metadata_server=_checked_metadata(text("metadata_server", "P2PHANDSHAKE")),
+        metadata_server=_checked_metadata(
+            text("metadata_server", "P2PHANDSHAKE"), found.get("metadata_server", ("", ""))[1]
+        ),
         protocol=_checked_protocol(*found.get("protocol", ("tcp", ""))),
         device_name=text("device_name"),
         global_segment_size=_checked_segment(mode, size("global_segment_size", DEFAULT_SEGMENT), found),
@@ -265,19 +280,20 @@ def _checked_address(value: object, origin: str) -> str:
             "no master address: pass master_server_address='host:port', set MOONCAKE_MASTER, or name a file "
             f"in {CONFIG_PATH_VARIABLE}. `python -m mooncake_sparse_client serve` starts a local one"
         )
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(\d{1,5})", value) if isinstance(value, str) else None
+    pattern = r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})"
+    match = re.fullmatch(pattern, value.strip()) if isinstance(value, str) else None
     if match is None or not 1 <= int(match[2]) <= 65535:
         raise ConfigError(f"{origin} is {value!r}; the master's address is 'host:port', such as '127.0.0.1:50051'")
     return match[0]
 
 
-def _checked_metadata(value: str) -> str:
+def _checked_metadata(value: str, origin: str) -> str:
     if value.upper() == "P2PHANDSHAKE":
         return "P2PHANDSHAKE"  # the native library takes another spelling for the name of an etcd host
-    if value.startswith("redis://"):
-        raise ConfigError("metadata_server: redis:// makes the native library end the process; use P2PHANDSHAKE")
+    if value.lower().startswith("redis:"):
+        raise ConfigError(f"{origin} is {value!r}: redis makes the native library end the process; use P2PHANDSHAKE")
     if not value:
-        raise ConfigError("metadata_server is empty; use P2PHANDSHAKE, etcd://... or http://...")
+        raise ConfigError(f"{origin} is empty; use P2PHANDSHAKE, etcd://... or http://...")
     return value
 
 
@@ -293,7 +309,7 @@ def _checked_protocol(value: object, origin: str) -> str:
 
 
 def _checked_lease(value: object, origin: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"{origin} is {value!r}; a lease is a positive number of seconds")
     return float(value)
 

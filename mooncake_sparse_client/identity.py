@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -10,6 +11,8 @@ from .core.hashing import BlockHasher, HashAlgorithm
 from .core.keys import KeyBuilder, KeySchema, fingerprint
 from .core.layout import KVCacheLayout
 from .errors import ConfigError, InvalidHasherError, InvalidKeyError
+
+logger = logging.getLogger(__name__)
 
 Profile: TypeAlias = Literal["native", "vllm"]
 
@@ -81,6 +84,8 @@ def _schema(keys: KeySchema | None, model_name: str, profile: Profile, digits: s
         raise InvalidKeyError(f"keys must be a KeySchema, not {keys!r}")
     elif keys.model_name != model_name:
         raise InvalidKeyError(f"model_name is {model_name!r}, but keys has {keys.model_name!r}; give one name")
+    if keys.plain and profile == "native":
+        logger.warning("plain keys with the native profile: a fleet running vLLM finds them only by profile='vllm'")
     if keys.plain or keys.namespace or profile == "vllm":
         return keys
     return keys.with_namespace(f"@fp:{digits}")

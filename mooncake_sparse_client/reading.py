@@ -55,14 +55,14 @@ class Reader:
         )
         return self._result(max(length, min(hit.local_tokens, hit.report.cap)), hit, progress, sink)
 
-    def nothing(self, hit: PrefixHit, reason: str, sink: Sink | None) -> GetResult:
+    def nothing(self, hit: PrefixHit, reason: str) -> GetResult:
         """The answer of a store that cannot be reached, for those who count it as a miss."""
         failures = tuple(
             ChunkFailure(group, chunk, reason)
             for group, mask in enumerate(hit.load_masks)
             for chunk in np.flatnonzero(mask).tolist()
         )
-        return GetResult(min(hit.local_tokens, hit.report.cap), failures, {} if sink is None else None)
+        return GetResult(min(hit.local_tokens, hit.report.cap), failures)
 
     def _jobs(self, hit: PrefixHit, plan: GetPlan) -> list[ChunkJob]:
         keys = self._identity.keys
@@ -148,7 +148,7 @@ class Reader:
             loaded += Tally(count, count * layout.page_sizes[group])
             if sink is None:
                 chunks |= {(group, chunk): progress.chunks[group, chunk] for chunk in np.flatnonzero(mask).tolist()}
-        return GetResult(hit_length, tuple(progress.failures), None if sink is not None else chunks, loaded)
+        return GetResult(hit_length, tuple(progress.failures), chunks, loaded)
 
 
 #: What a reader finds wrong with bytes that did arrive, or with their number.

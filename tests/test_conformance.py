@@ -109,8 +109,7 @@ def extra_of(extra: list[Any] | None) -> tuple[Any, ...] | None:
     if extra is None:
         return None
     return tuple(
-        tuple(bytes.fromhex(part["bytes_hex"]) if isinstance(part, dict) else part for part in key)
-        for key in extra
+        tuple(bytes.fromhex(part["bytes_hex"]) if isinstance(part, dict) else part for part in key) for key in extra
     )
 
 
@@ -118,9 +117,7 @@ def check_chain(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     hasher = BlockHasher(case["block_size"], case["algorithm"], case["seed"])
     assert hasher.none_hash.hex() == case["none_hash"]
-    hashes = hasher.hash_blocks(
-        case["token_ids"], extra_keys=[extra_of(extra) for extra in case["extra_keys"]]
-    )
+    hashes = hasher.hash_blocks(case["token_ids"], extra_keys=[extra_of(extra) for extra in case["extra_keys"]])
     assert [digest.hex() for digest in hashes] == case["block_hashes"]
 
 

@@ -19,6 +19,7 @@ from ..core.masks import check_retention_interval
 from ..core.presets import PRESETS, layout_for
 from ..errors import ConfigError
 from ..stores.memory import MemoryStore
+from .arguments import naming
 from .replay import ReplayCounts, replay
 from .report import DemoReport
 from .simulate import ModelCounts, Policy, simulate
@@ -45,10 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 if every byte that was read back was right, else 1."""
-    layout = layout_for(arguments.layout, scale=arguments.scale)
-    retention = check_retention_interval(layout, _retention(arguments.retention))
+    with naming("--scale"):
+        layout = layout_for(arguments.layout, scale=arguments.scale)
+    with naming("--retention"):
+        retention = check_retention_interval(layout, _retention(arguments.retention))
     if arguments.requests is not None and arguments.requests < 1:
         raise ConfigError(f"--requests must be positive, not {arguments.requests}")
+    if arguments.json is not None:
+        _write(arguments.json, "")  # a replay may be long: say now that its figures have no place to go
     requests = read_trace(arguments.trace, arguments.requests) if arguments.trace else make_workload(arguments.requests)
     ChunkContent(layout)  # says so if the layout's blocks do not divide the trace's
     models = {
@@ -64,15 +69,22 @@ def run(arguments: argparse.Namespace) -> int:
     report = DemoReport(arguments.layout, retention, arguments.store, layout, counts, models, seconds)
     report.show()
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report.figures(), indent=2) + "\n", encoding="utf-8")
+        _write(arguments.json, json.dumps(report.figures(), indent=2) + "\n")
     return 0 if counts.wrong_bytes == 0 else 1
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
 def _retention(text: str) -> int | None:
     if text.lower() == "none":
         return None
     if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"--retention is {text!r}; it is a number of tokens, or 'none' to keep every boundary")
+        raise ConfigError(f"{text!r} is neither a number of tokens nor 'none', which keeps every boundary")
     return int(text)
 
 
@@ -84,7 +96,8 @@ def _client(
     if arguments.store == "local":
         needed = int(model.total_written.bytes * _SEGMENT_SLACK) + 128 * model.total_written.chunks
         size = parse_size(arguments.segment or max(needed, 4 * MIN_SEGMENT_BYTES), "--segment")
-        return SparseStoreClient.local(layout, model_name="demo", segment_size=size, retention_interval=retention)
+        with naming("--segment"):
+            return SparseStoreClient.local(layout, model_name="demo", segment_size=size, retention_interval=retention)
     if ":" not in arguments.store:
         raise ConfigError(f"--store is {arguments.store!r}; it is 'local', 'memory' or HOST:PORT of a master")
     # A name of its own, so that an earlier run's chunks are no hits of this one.

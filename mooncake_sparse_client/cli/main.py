@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -31,9 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:
-        return _COMMANDS[arguments.command][1](arguments)
+        status = _COMMANDS[arguments.command][1](arguments)
+        sys.stdout.flush()
+        return status
     except SparseStoreError as error:
         print(f"{arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read our output has left (`| head`); spare Python's own complaint when it flushes the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

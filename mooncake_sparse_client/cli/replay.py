@@ -47,7 +47,7 @@ async def _serve(client: SparseStoreClient, request: Request, content: ChunkCont
     sequence = client.sequence(request.token_ids())
     hit = await client.lookup(sequence)
     got = await client.get(hit)
-    for (group, chunk), found in (got.chunks or {}).items():
+    for (group, chunk), found in got.chunks.items():
         _compare(found, content.of(request, group, chunk), counts)
 
     offered: list[int] = []

@@ -8,6 +8,7 @@ import signal
 
 from ..config import parse_size
 from ..stores.local import LocalMooncake
+from .arguments import naming
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +22,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(memory: int, port: int | None) -> None:
-    async with await LocalMooncake.start(memory=memory, rpc_port=port) as local:
+    with naming("--memory, --port"):
+        starting = await LocalMooncake.start(memory=memory, rpc_port=port)
+    async with starting as local:
         # Before anybody can know that we serve, so that no early Ctrl-C is lost.
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

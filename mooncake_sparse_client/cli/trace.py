@@ -7,9 +7,10 @@ nothing can share, so a request's tokens are its whole blocks.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,28 +27,36 @@ _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. ``prefix_ids[i]`` is the same in two requests exactly if their first ``i + 1`` blocks are."""
+    """One request. ``block_ids`` number the distinct blocks of the trace by their content; ``prefix_ids[i]`` is
+    the same in two requests exactly if their first ``i + 1`` blocks are."""
 
-    hash_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
     prefix_ids: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
-        return TRACE_BLOCK * len(self.hash_ids)
+        return TRACE_BLOCK * len(self.block_ids)
 
     def token_ids(self) -> NDArray[np.int64]:
-        """Token ids that differ between blocks with different hash ids."""
-        starts = np.array(self.hash_ids, dtype=np.int64).reshape(-1, 1) * TRACE_BLOCK
-        return ((starts + np.arange(TRACE_BLOCK)) % (1 << 32)).reshape(-1)
+        """Token ids below 2^32; those of two blocks differ unless the blocks are equal."""
+        starts = np.array(self.block_ids, dtype=np.int64).reshape(-1, 1) * TRACE_BLOCK
+        return (starts + np.arange(TRACE_BLOCK)).reshape(-1)
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     """The first ``limit`` requests of a trace file, all by default. Raises ``ConfigError`` naming the line."""
+    entries: list[list[int]] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(itertools.islice(lines, limit), 1):
+                entries.append(_hash_ids(line, f"{path}:{number}"))
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
-    return list(_numbered(_hash_ids(line, f"{path}:{number}") for number, line in enumerate(lines[:limit], 1)))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the trace {path} is no UTF-8 text: {error}") from error
+    if not any(entries):
+        raise ConfigError(f"the trace {path} has no request of at least {TRACE_BLOCK} tokens, one whole block")
+    return _numbered(entries)
 
 
 def _hash_ids(line: str, where: str) -> list[int]:
@@ -55,10 +64,10 @@ def _hash_ids(line: str, where: str) -> list[int]:
         entry = json.loads(line)
         blocks = int(entry["input_length"]) // TRACE_BLOCK
         ids = [int(value) for value in entry["hash_ids"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(f"{where}: no trace entry with input_length and hash_ids: {error!r}") from error
-    if blocks < 0 or len(ids) < blocks or any(value < 0 for value in ids):
-        raise ConfigError(f"{where}: {len(ids)} hash_ids (0 or more each) do not cover {blocks} whole blocks")
+    if blocks < 0 or len(ids) < blocks:
+        raise ConfigError(f"{where}: {len(ids)} hash_ids do not cover {blocks} whole blocks")
     return ids[:blocks]
 
 
@@ -79,18 +88,21 @@ def make_workload(requests: int | None = None, *, seed: int = 0) -> list[Request
         turns.append(list(talk))
         if len(talk) > 24:
             talks[talks.index(talk)] = list(draw.choice(systems))
-    return list(_numbered(turns))
+    return _numbered(turns)
 
 
-def _numbered(requests: Iterable[list[int]]) -> Iterator[Request]:
-    """Give every distinct prefix a number."""
-    numbers: dict[tuple[int, int], int] = {}
+def _numbered(requests: Iterable[list[int]]) -> list[Request]:
+    """Number the distinct blocks, and the distinct prefixes."""
+    blocks: dict[int, int] = {}
+    prefixes: dict[tuple[int, int], int] = {}
+    numbered = []
     for hash_ids in requests:
         prefix_ids: list[int] = []
         for value in hash_ids:
             parent = prefix_ids[-1] if prefix_ids else -1
-            prefix_ids.append(numbers.setdefault((parent, value), len(numbers)))
-        yield Request(tuple(hash_ids), tuple(prefix_ids))
+            prefix_ids.append(prefixes.setdefault((parent, value), len(prefixes)))
+        numbered.append(Request(tuple(blocks.setdefault(value, len(blocks)) for value in hash_ids), tuple(prefix_ids)))
+    return numbered
 
 
 class ChunkContent:

@@ -75,7 +75,7 @@ def unpack_header(header: bytes | bytearray | memoryview) -> FrameMeta | None:
         parts = msgpack.unpackb(header, max_array_len=7, max_bin_len=32, max_str_len=0, max_map_len=0, max_ext_len=0)
     except (ValueError, msgpack.UnpackException):
         return None
-    if not isinstance(parts, list) or len(parts) != 7 or type(parts[0]) is not int:
+    if not isinstance(parts, list) or len(parts) != 7 or type(parts[0]) is not int or parts[6] != _PADDING:
         return None
     fields = parts[1:6]
     sizes = tuple(len(value) if isinstance(value, bytes) else -1 for value in fields)

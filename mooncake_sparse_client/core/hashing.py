@@ -12,7 +12,7 @@ import os
 import pickle
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NoReturn, TypeAlias, get_args
 
 import cbor2
 import msgpack
@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ..checks import items_of, plain_text, whole_number
 from ..errors import InvalidHasherError, InvalidTokensError
 
 HashAlgorithm: TypeAlias = Literal["sha256_packed", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
@@ -71,11 +72,9 @@ class BlockHasher:
     __slots__ = ("algorithm", "block_size", "none_hash", "seed")
 
     def __init__(self, block_size: int, algorithm: HashAlgorithm = "sha256_packed", seed: str | None = None) -> None:
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise InvalidHasherError(f"block_size must be a positive number of tokens, not {block_size!r}")
         if algorithm not in ALGORITHMS:
             raise InvalidHasherError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
-        self.block_size = block_size
+        self.block_size = whole_number(block_size, "block_size", InvalidHasherError, least=1)
         self.algorithm: HashAlgorithm = algorithm
         #: The seed text in force, the default resolved.
         self.seed = _resolve_seed(algorithm, seed)
@@ -172,24 +171,26 @@ def token_array(token_ids: TokenIds, *, limit: int = _VLLM_LIMIT) -> NDArray[np.
         raise InvalidTokensError(f"token_ids must have one dimension, not {ids.ndim}")
     if ids.size == 0:
         return np.empty(0, dtype=np.int64)
-    if ids.dtype == object or ids.dtype.kind not in "iu":
-        _reject_ids(ids, limit)
+    if ids.dtype.kind not in "iu":
+        _reject_ids(token_ids, limit)
     # Below the limit every id fits int64; compare before the cast, which would wrap a huge unsigned id.
     if (ids.dtype.kind == "i" and bool((ids < 0).any())) or int(ids.max()) >= limit:
-        _reject_ids(ids, limit)
+        _reject_ids(token_ids, limit)
     return ids.astype(np.int64, copy=False)
 
 
-def _reject_ids(ids: NDArray[np.generic], limit: int) -> None:
-    for position, value in enumerate(ids.tolist()):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
-            raise InvalidTokensError(f"token_ids[{position}] is {value!r}; token ids are ints from 0 to {limit - 1}")
-    raise InvalidTokensError(f"token_ids must be ints, not an array of {ids.dtype}")
+def _reject_ids(token_ids: TokenIds, limit: int) -> NoReturn:
+    """Name the id at fault, as the caller gave it: NumPy makes floats or objects of what does not fit."""
+    for position, value in enumerate(token_ids):
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or not 0 <= value < limit:
+            shown = value.item() if isinstance(value, np.generic) else value
+            raise InvalidTokensError(f"token_ids[{position}] is {shown!r}; token ids are ints from 0 to {limit - 1}")
+    raise InvalidTokensError(f"token_ids must be ints, not an array of {np.asarray(token_ids).dtype}")
 
 
 def _resolve_seed(algorithm: HashAlgorithm, seed: str | None) -> str:
-    if seed is not None and not isinstance(seed, str):
-        raise InvalidHasherError(f"seed must be text such as '42', not {seed!r}")
+    if seed is not None:
+        seed = plain_text(seed, "seed", InvalidHasherError, may_be_empty=True)
     if algorithm == "sha256_packed":
         return seed or ""
     if seed is None:
@@ -213,14 +214,20 @@ def _literal_extra(extra: Sequence[Sequence[str | int | bytes]] | None) -> Block
         return None
     parts: dict[tuple[type, object], str | int | bytes] = {}
     keys: dict[ExtraKey, ExtraKey] = {}
-    literal = [_literal_key(key, parts) for key in extra]
+    literal = [_literal_key(key, parts) for key in items_of(extra, "the extra keys of a block", InvalidTokensError)]
     return tuple(keys.setdefault(key, key) for key in literal)
 
 
 def _literal_key(key: Sequence[str | int | bytes], seen: dict[tuple[type, object], str | int | bytes]) -> ExtraKey:
-    if isinstance(key, str | bytes) or not isinstance(key, Sequence):
-        raise InvalidTokensError(f"an extra key must be a tuple such as ('cache_salt', 'a'), not {key!r}")
-    for part in key:
-        if isinstance(part, bool) or not isinstance(part, str | int | bytes):
-            raise InvalidTokensError(f"an extra key holds text, ints and bytes, not {part!r}")
-    return tuple(seen.setdefault((type(part), part), part) for part in key)
+    parts = [_plain_part(part) for part in items_of(key, "an extra key", InvalidTokensError)]
+    return tuple(seen.setdefault((type(part), part), part) for part in parts)
+
+
+def _plain_part(part: object) -> str | int | bytes:
+    if isinstance(part, str):
+        return plain_text(part, "an extra key's text", InvalidTokensError, may_be_empty=True)
+    if isinstance(part, bytes):
+        return bytes(part)
+    if isinstance(part, bool) or not isinstance(part, int) or not -_VLLM_LIMIT <= part < _VLLM_LIMIT:
+        raise InvalidTokensError(f"an extra key holds text, 64-bit ints and bytes, not {part!r}")
+    return int(part)

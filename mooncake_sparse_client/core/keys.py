@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import msgpack
 import xxhash
 
+from ..checks import items_of, plain_text, whole_number
 from ..errors import InvalidKeyError
 from .hashing import BlockHasher
 from .layout import KVCacheLayout
@@ -71,9 +72,10 @@ class KeySchema:
 
     def __post_init__(self) -> None:
         for name in ("model_name", "cache_prefix", "namespace"):
-            _check_text(getattr(self, name), name, may_be_empty=name != "model_name")
+            text = plain_text(getattr(self, name), name, InvalidKeyError, may_be_empty=name != "model_name")
+            object.__setattr__(self, name, text)
         for name in ("tp_rank", "pcp_rank", "dcp_rank", "pp_rank"):
-            _check_rank(getattr(self, name), name)
+            object.__setattr__(self, name, whole_number(getattr(self, name), name, InvalidKeyError))
         object.__setattr__(self, "key_ranks", _checked_ranks(self.key_ranks) or (self.rank,))
 
     @classmethod
@@ -96,7 +98,7 @@ class KeySchema:
             dcp_rank=dcp_rank,
             pp_rank=pp_rank,
             cache_prefix=cache_prefix,
-            key_ranks=tuple(key_ranks),
+            key_ranks=tuple(items_of(key_ranks, "key_ranks", InvalidKeyError)),
             plain=True,
         )
 
@@ -108,7 +110,8 @@ class KeySchema:
     @property
     def cache_id(self) -> str:
         """The part of a key that all ranks of one cache share."""
-        return f"{self.cache_prefix}@{self.model_name}{self.namespace}"
+        prefix = f"{self.cache_prefix}@" if self.cache_prefix else ""
+        return f"{prefix}{self.model_name}{self.namespace}"
 
     def with_namespace(self, namespace: str) -> KeySchema:
         return replace(self, namespace=namespace)
@@ -160,8 +163,8 @@ def fingerprint(layout: KVCacheLayout, hasher: BlockHasher, *, format_version: i
     page size, in order; the hash block; the hash algorithm and its seed; the dtype; the model revision.
     What does not: group names, draft flags, ranks, retention. One field more would split a fleet.
     """
-    for value, name in ((dtype, "dtype"), (revision, "revision")):
-        _check_text(value, name, may_be_empty=name == "revision")
+    dtype = plain_text(dtype, "dtype", InvalidKeyError)
+    revision = plain_text(revision, "revision", InvalidKeyError, may_be_empty=True)
     groups = [[spec.kind, spec.block_size, spec.window, spec.page_size_bytes] for spec in layout.groups]
     parts: list[Any] = [
         format_version,
@@ -175,28 +178,14 @@ def fingerprint(layout: KVCacheLayout, hasher: BlockHasher, *, format_version: i
     return xxhash.xxh3_64_hexdigest(msgpack.packb(parts))
 
 
-def _check_text(value: object, name: str, *, may_be_empty: bool) -> None:
-    if not isinstance(value, str):
-        raise InvalidKeyError(f"{name} must be text, not {value!r}")
-    if not value and not may_be_empty:
-        raise InvalidKeyError(f"{name} is empty: it keeps one model's cache apart from another's")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidKeyError(f"{name} cannot be part of a key: {error}") from error
-
-
-def _check_rank(value: object, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidKeyError(f"{name} must be an int of at least 0, not {value!r}")
-
-
 def _checked_ranks(ranks: Sequence[Rank]) -> tuple[Rank, ...]:
     checked: dict[Rank, None] = {}
-    for number, rank in enumerate(ranks):
+    for number, rank in enumerate(items_of(ranks, "key_ranks", InvalidKeyError)):
         if not isinstance(rank, Sequence) or isinstance(rank, str) or len(rank) != 4:
             raise InvalidKeyError(f"key_ranks[{number}] must be (tp, pcp, dcp, pp), not {rank!r}")
-        for value, name in zip(rank, ("tp", "pcp", "dcp", "pp"), strict=True):
-            _check_rank(value, f"{name} in key_ranks[{number}]")
-        checked[(rank[0], rank[1], rank[2], rank[3])] = None
+        tp, pcp, dcp, pp = (
+            whole_number(value, f"{name} in key_ranks[{number}]", InvalidKeyError)
+            for name, value in zip(("tp", "pcp", "dcp", "pp"), rank, strict=True)
+        )
+        checked[tp, pcp, dcp, pp] = None
     return tuple(checked)

@@ -10,20 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from operator import index
 from typing import ClassVar, TypeAlias
 
+from ..checks import whole_number
 from ..errors import InvalidLayoutError
 
 
-def _size(value: object, name: str, *, least: int = 1) -> int:
-    """``value`` as a plain int of at least ``least``; the error names the field ``name``."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidLayoutError(f"{name} must be an int, not {value!r}")
-    number = index(value)
-    if number < least:
-        raise InvalidLayoutError(f"{name} must be at least {least}, not {number}")
-    return number
+def _size(value: object, name: str) -> int:
+    return whole_number(value, name, InvalidLayoutError, least=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ a draft window differ from vLLM 0.32.0 on purpose (see ``docs/concepts.md``).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checks import items_of, whole_number
 from ..errors import InvalidRequestError, InvalidRetentionError
 from .layout import ChunkedLocalAttentionSpec, FullAttentionSpec, GroupSpec, KVCacheLayout, MambaSpec
 
@@ -64,10 +64,8 @@ def check_retention_interval(layout: KVCacheLayout, retention_interval: int | No
     alignment; else ``InvalidRetentionError``."""
     if retention_interval is None:
         return None
-    if isinstance(retention_interval, bool) or not hasattr(retention_interval, "__index__"):
-        raise InvalidRetentionError(f"retention_interval must be None or an int, not {retention_interval!r}")
-    interval = index(retention_interval)
-    if interval < 0 or interval % layout.alignment:
+    interval = whole_number(retention_interval, "retention_interval", InvalidRetentionError)
+    if interval % layout.alignment:
         raise InvalidRetentionError(
             f"retention_interval must be None, 0 or a positive multiple of the alignment "
             f"{layout.alignment}, not {interval}"
@@ -88,7 +86,7 @@ def retained_boundaries(
     if num_prompt_tokens is not None:
         prompt = token_count(num_prompt_tokens, "num_prompt_tokens")
         found |= {layout.align(prompt - 1) - step, layout.align(prompt) - step}
-    for position in boundaries:
+    for position in items_of(boundaries, "boundaries", InvalidRequestError):
         boundary = layout.align(token_count(position, "boundaries"))
         found |= {boundary, boundary - step}
     return tuple(sorted(boundary for boundary in found if boundary > 0))
@@ -148,7 +146,7 @@ def _periodic_mask(layout: KVCacheLayout, spec: GroupSpec, count: int, interval:
         return np.zeros(count, dtype=np.bool_)
     # The first boundary whose margin reaches up to the chunk; boundary 0 is none.
     first = np.maximum((chunks - int(spec.eagle)) // period + 1, 1) * period
-    return np.less_equal(first, chunks + spec.window_chunks)
+    return np.less_equal(first, chunks + min(spec.window_chunks, period))  # wider ones keep every chunk too
 
 
 def load_mask(layout: KVCacheLayout, hit_length: int, *, local_tokens: int = 0) -> tuple[BoolArray, ...]:
@@ -170,11 +168,14 @@ def load_mask(layout: KVCacheLayout, hit_length: int, *, local_tokens: int = 0) 
     return tuple(masks)
 
 
+def read_only(masks: Iterable[BoolArray]) -> tuple[BoolArray, ...]:
+    """The same arrays, closed to writing: plans and hits are values."""
+    closed = tuple(masks)
+    for mask in closed:
+        mask.flags.writeable = False
+    return closed
+
+
 def token_count(value: int, name: str) -> int:
     """``value`` as a plain int that is not negative; ``InvalidRequestError`` names ``name``."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidRequestError(f"{name} must be a number of tokens, not {value!r}")
-    number = index(value)
-    if number < 0:
-        raise InvalidRequestError(f"{name} must not be negative, not {number}")
-    return number
+    return whole_number(value, name, InvalidRequestError)

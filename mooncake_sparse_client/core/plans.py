@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import InvalidRequestError
 from .keys import Rank
 from .layout import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheLayout, MambaSpec, SlidingWindowSpec
-from .masks import BoolArray, load_mask, needed_chunks, retained_boundaries, store_mask, token_count
+from .masks import BoolArray, load_mask, needed_chunks, read_only, retained_boundaries, store_mask, token_count
 from .prefix import PrefixReport, candidate_boundaries, explain_prefix, longest, usable_boundaries
 
 
@@ -130,8 +130,8 @@ def plan_put(
         end_token=end,
         retention_interval=retention_interval,
         boundaries=retained_boundaries(layout, prompt, positions),
-        store_masks=masks,
-        known=_known(masks, hit if trust_hit else None),
+        store_masks=read_only(masks),
+        known=read_only(_known(masks, hit if trust_hit else None)),
         reachable=tuple(_tally(layout, group, int(mask.sum())) for group, mask in enumerate(masks)),
         unreachable=tuple(
             _tally(layout, group, (end - start) // layout.groups[group].block_size - int(mask.sum()))

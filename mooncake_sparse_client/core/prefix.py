@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import InvalidRequestError
 from .layout import KVCacheLayout
-from .masks import BoolArray, IntArray, needed_ranges
+from .masks import BoolArray, IntArray, needed_ranges, token_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,11 @@ def explain_prefix(
     asked_lengths: Sequence[int] | None = None,
 ) -> PrefixReport:
     """Like ``longest_usable_prefix``, with the reasons. ``asked_lengths``: how far ``present`` was looked up
-    for each group, in tokens; default: as far as the request may hit."""
+    for each group, in tokens; default: as far as the request may hit.
+
+    Raises ``InvalidRequestError`` for counts or arrays that cannot be.
+    """
+    num_tokens = token_count(num_tokens, "num_tokens")
     boundaries = candidate_boundaries(layout, num_tokens)
     usable = usable_boundaries(layout, num_tokens, present, local_tokens=local_tokens)
     lengths = tuple(longest(boundaries, usable[number : number + 1]) for number in range(len(usable)))
@@ -107,7 +111,7 @@ def usable_boundaries(
             f"present must be one boolean array a group: the layout has {len(layout.groups)}, not {len(present)}"
         )
     boundaries = candidate_boundaries(layout, num_tokens)
-    local = layout.align(local_tokens)
+    local = layout.align(token_count(local_tokens, "local_tokens"))
     usable = np.zeros((len(layout.groups), len(boundaries)), dtype=np.bool_)
     for number, spec in enumerate(layout.groups):
         limit = layout.align(num_tokens) // spec.block_size
@@ -121,8 +125,13 @@ def usable_boundaries(
 
 def _present_before(present: BoolArray, limit: int, local: int) -> IntArray:
     """How many of the chunks before each index are present; the first ``local`` are held by the engine."""
+    known = np.asarray(present)
+    if known.ndim != 1 or (known.size and known.dtype != np.bool_):
+        raise InvalidRequestError(
+            f"present must be flat boolean arrays, one a group, not {known.ndim} dimension(s) of {known.dtype}"
+        )
     row = np.zeros(limit, dtype=np.bool_)
-    known = np.asarray(present, dtype=np.bool_)[:limit]
+    known = known[:limit]
     row[: len(known)] = known
     row[:local] = True
     counts = np.zeros(limit + 1, dtype=np.int64)

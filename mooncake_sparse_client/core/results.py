@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .plans import NOTHING, Tally
@@ -15,7 +15,7 @@ class ChunkFailure(NamedTuple):
     Reads: ``missing``, ``length``, ``lease_expired``, ``transfer``, and for framed values ``header``,
     ``version``, ``fingerprint``, ``group``, ``name`` (an intact value of another chunk) and ``checksum``.
     Writes: ``full``, ``transfer``, ``busy``, ``unconfirmed``. Either: ``unavailable``, ``timeout``,
-    ``rejected``.
+    ``rejected``, ``unknown``.
     """
 
     group: int
@@ -48,8 +48,8 @@ class GetResult:
     hit_length: int
     #: Chunks that were expected and did not arrive intact; the hit was shortened to do without them.
     failures: tuple[ChunkFailure, ...] = ()
-    #: Without a sink, the bytes of every chunk of the load mask at ``hit_length``, by ``(group, chunk)``.
-    chunks: Mapping[tuple[int, int], memoryview] | None = None
+    #: Without a sink, the bytes of every chunk of the load mask at ``hit_length``, by ``(group, chunk)``; else empty.
+    chunks: Mapping[tuple[int, int], memoryview] = field(default_factory=dict)
     #: Chunks that were read and belong to the hit.
     loaded: Tally = NOTHING
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..checks import items_of, plain_text, whole_number
 from ..errors import InvalidTokensError
 from .hashing import BlockExtra, BlockHasher, ExtraKey, TokenIds, token_array
 
@@ -23,8 +24,8 @@ class SequenceTraits:
     cache_salt: str | None
     #: ``(identifier, offset, length)`` in tokens, by offset.
     multimodal: tuple[tuple[str, int, int], ...]
-    #: One row a token.
-    prompt_embeds: NDArray[np.generic] | None
+    #: SHA-256 of each hash block's embeddings, as far as there are any; None without embeddings.
+    embed_digests: tuple[bytes, ...] | None
 
     def extra_keys(self, block: int, block_size: int) -> BlockExtra:
         """The extra keys of one hash block, None if there are none."""
@@ -39,9 +40,9 @@ class SequenceTraits:
         ]
         if self.cache_salt is not None and block == 0:
             keys.append(("cache_salt", self.cache_salt))
-        if self.prompt_embeds is not None:
-            rows = np.ascontiguousarray(self.prompt_embeds[start:end])
-            keys.append(("prompt_embeds", hashlib.sha256(rows.tobytes()).digest()))
+        if self.embed_digests is not None:
+            digest = self.embed_digests[block] if block < len(self.embed_digests) else _NO_EMBEDS
+            keys.append(("prompt_embeds", digest))
         return tuple(keys) or None
 
 
@@ -49,7 +50,8 @@ class TokenSequence:
     """Token ids that are hashed once and may grow.
 
     Made by ``client.sequence(...)``, which knows the hasher. ``lora`` is ``(name, path)``; a multimodal item
-    is ``(identifier, offset, length)`` in tokens; ``prompt_embeds`` has one row a token. Two sequences that
+    is ``(identifier, offset, length)`` in tokens; ``prompt_embeds`` has one row a token, and is hashed at once, so
+    that its memory may be used again. Two sequences that
     differ in any of them share no chunk from the first block that it touches on.
 
     Raises ``InvalidTokensError``.
@@ -68,9 +70,9 @@ class TokenSequence:
         self._hasher = hasher
         self._traits = SequenceTraits(
             lora=_checked_lora(lora),
-            cache_salt=_checked_text(cache_salt, "cache_salt") if cache_salt is not None else None,
+            cache_salt=_text(cache_salt, "cache_salt") if cache_salt is not None else None,
             multimodal=_checked_multimodal(multimodal),
-            prompt_embeds=_checked_embeds(prompt_embeds),
+            embed_digests=_digest_embeds(prompt_embeds, hasher.block_size),
         )
         self._ids = array("q")
         self._hashes: list[bytes] = []
@@ -120,9 +122,8 @@ class TokenSequence:
         count = len(self._ids) // size
         if count == done:
             return
-        plain = not (self._traits.lora or self._traits.multimodal or self._traits.cache_salt)
         extras = None
-        if not plain or self._traits.prompt_embeds is not None:
+        if self._traits != _NOTHING_ELSE:
             extras = [self._traits.extra_keys(block, size) for block in range(done, count)]
         self._hashes += self._hasher.hash_blocks(
             self._ids[done * size : count * size],
@@ -131,10 +132,8 @@ class TokenSequence:
         )
 
 
-def _checked_text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidTokensError(f"{name} must be text that is not empty, not {value!r}")
-    return value
+def _text(value: object, name: str) -> str:
+    return plain_text(value, name, InvalidTokensError)
 
 
 def _checked_lora(lora: tuple[str, str] | None) -> tuple[str, str] | None:
@@ -142,31 +141,38 @@ def _checked_lora(lora: tuple[str, str] | None) -> tuple[str, str] | None:
         return None
     if isinstance(lora, str) or not isinstance(lora, Sequence) or len(lora) != 2:
         raise InvalidTokensError(f"lora must be (name, path), not {lora!r}")
-    return _checked_text(lora[0], "the name in lora"), _checked_text(lora[1], "the path in lora")
+    return _text(lora[0], "the name in lora"), _text(lora[1], "the path in lora")
 
 
 def _checked_multimodal(items: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
     checked = []
-    for number, item in enumerate(items):
+    for number, item in enumerate(items_of(items, "multimodal", InvalidTokensError)):
         if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 3:
             raise InvalidTokensError(f"multimodal[{number}] must be (identifier, offset, length), not {item!r}")
-        identifier, offset, length = item
-        _checked_text(identifier, f"the identifier in multimodal[{number}]")
-        for value, name, least in ((offset, "offset", 0), (length, "length", 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidTokensError(
-                    f"the {name} in multimodal[{number}] must be an int of at least {least}, not {value!r}"
-                )
+        identifier = _text(item[0], f"the identifier in multimodal[{number}]")
+        offset = whole_number(item[1], f"the offset in multimodal[{number}]", InvalidTokensError)
+        length = whole_number(item[2], f"the length in multimodal[{number}]", InvalidTokensError, least=1)
         checked.append((identifier, offset, length))
     return tuple(sorted(checked, key=lambda item: item[1]))
 
 
-def _checked_embeds(prompt_embeds: ArrayLike | None) -> NDArray[np.generic] | None:
+def _digest_embeds(prompt_embeds: ArrayLike | None, block_size: int) -> tuple[bytes, ...] | None:
     if prompt_embeds is None:
         return None
-    rows = np.asarray(prompt_embeds)
-    if rows.ndim < 2 or rows.dtype == object:
+    try:
+        rows = np.asarray(prompt_embeds)
+    except (TypeError, ValueError) as error:
+        raise InvalidTokensError(f"prompt_embeds must be an array with one row a token: {error}") from error
+    if rows.ndim < 2 or rows.dtype.kind in "OSU":
         raise InvalidTokensError(
             f"prompt_embeds must be an array with one row a token, not {rows.ndim} dimension(s) of {rows.dtype}"
         )
-    return rows
+    return tuple(
+        hashlib.sha256(np.ascontiguousarray(rows[start : start + block_size]).tobytes()).digest()
+        for start in range(0, len(rows), block_size)
+    )
+
+
+#: What stands for the embeddings of a block that lies behind them all.
+_NO_EMBEDS = hashlib.sha256(b"").digest()
+_NOTHING_ELSE = SequenceTraits(lora=None, cache_salt=None, multimodal=(), embed_digests=None)

@@ -1,0 +1,750 @@
+"""Properties of the pure core on random layouts, requests and bytes, against the definitions beside."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import cbor2
+import numpy as np
+import pytest
+import xxhash
+from definitions import (
+    alignment,
+    chunks_to_store,
+    down,
+    has_draft,
+    horizon_of,
+    is_sparse,
+    is_usable,
+    longest_hit,
+    needed,
+    retained,
+)
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from strategies import Put, Request, extras, layouts, puts, quick, requests, slower, traits
+
+from mooncake_sparse_client import (
+    BlockHasher,
+    FullAttentionSpec,
+    KVCacheLayout,
+    PrefixHit,
+    SlidingWindowSpec,
+    Tally,
+    TokenSequence,
+    chunk_name,
+    explain_prefix,
+    load_mask,
+    longest_usable_prefix,
+    store_mask,
+)
+from mooncake_sparse_client.core.framing import (
+    HEADER_SIZE,
+    FrameMeta,
+    ValueFormat,
+    pack_header,
+    payload_checksum,
+    unpack_header,
+)
+from mooncake_sparse_client.core.keys import KeyBuilder, KeySchema
+from mooncake_sparse_client.core.masks import BoolArray
+from mooncake_sparse_client.core.plans import (
+    cut_batches,
+    longest_arrived_prefix,
+    lookup_questions,
+    lookup_stages,
+    needed_again,
+    no_presence,
+    plan_get,
+    plan_put,
+)
+
+Exists = Callable[[int, int], bool]
+
+
+def sets(masks: Sequence[BoolArray]) -> list[set[int]]:
+    """Masks as sets of chunk indices."""
+    return [set(np.flatnonzero(mask).tolist()) for mask in masks]
+
+
+def kept_by(put: Put, *, end: int, start: int = 0) -> tuple[BoolArray, ...]:
+    """The package's store mask for a part of a put."""
+    return store_mask(
+        put.layout,
+        end,
+        start_token=start,
+        retention_interval=put.interval,
+        num_prompt_tokens=put.prompt,
+        boundaries=put.positions,
+    )
+
+
+# Store masks
+
+
+@quick
+@given(puts(), st.data())
+def test_store_mask_is_the_union_of_what_the_retained_boundaries_need(put: Put, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, put.num_tokens + 3))
+    masks = kept_by(put, end=put.num_tokens, start=start)
+    assert [len(mask) for mask in masks] == [put.num_tokens // spec.block_size for spec in put.layout.groups]
+    assert sets(masks) == chunks_to_store(
+        put.layout,
+        put.num_tokens,
+        start_token=start,
+        interval=put.interval,
+        prompt=put.prompt,
+        positions=put.positions,
+    )
+
+
+@quick
+@given(puts(), st.data())
+def test_a_put_in_steps_keeps_what_one_put_keeps(put: Put, data: st.DataObject) -> None:
+    step = put.layout.alignment
+    cuts = data.draw(st.lists(st.integers(0, put.num_tokens // step).map(lambda times: times * step), max_size=4))
+    joined: list[set[int]] = [set() for _ in put.layout.groups]
+    start = 0
+    for end in [*sorted(cuts), put.num_tokens]:
+        for chunks, added in zip(joined, sets(kept_by(put, end=end, start=start)), strict=True):
+            assert not chunks & added
+            chunks |= added
+        start = end
+    assert joined == sets(kept_by(put, end=put.num_tokens))
+
+
+@quick
+@given(puts())
+def test_no_sparse_chunk_is_kept_that_no_retained_boundary_needs(put: Put) -> None:
+    kept = retained(
+        put.layout, horizon_of(put.layout, put.num_tokens, put.interval), put.interval, put.prompt, put.positions
+    )
+    for spec, chunks in zip(put.layout.groups, sets(kept_by(put, end=put.num_tokens)), strict=True):
+        if is_sparse(spec):
+            for chunk in chunks:
+                assert any(chunk in needed(spec, boundary) for boundary in kept)
+
+
+@quick
+@given(puts())
+def test_every_retained_boundary_is_a_hit(put: Put) -> None:
+    masks = kept_by(put, end=put.num_tokens)
+    # A draft group's margin lies behind the boundary: it must have been put, and be whole in the request.
+    behind = put.layout.alignment if has_draft(put.layout) else 0
+    for boundary in retained(put.layout, put.num_tokens - behind, put.interval, put.prompt, put.positions):
+        assert boundary % put.layout.alignment == 0
+        if boundary + behind <= put.num_tokens:
+            assert longest_usable_prefix(put.layout, boundary + max(behind, 1), masks) == boundary
+
+
+@quick
+@given(layouts(), st.integers(0, 300), st.integers(0, 40))
+def test_a_resend_and_an_extension_of_a_put_prompt_hit(layout: KVCacheLayout, prompt: int, more: int) -> None:
+    masks = store_mask(layout, down(layout, prompt), retention_interval=0, num_prompt_tokens=prompt)
+    back = alignment(layout) if has_draft(layout) else 0
+    resend = longest_usable_prefix(layout, prompt, masks)
+    extension = longest_usable_prefix(layout, prompt + 1 + more, masks)
+    assert resend >= max(down(layout, prompt - 1) - back, 0)
+    assert extension >= max(down(layout, prompt) - back, 0)
+
+
+# Prefixes
+
+
+@quick
+@given(requests())
+def test_longest_usable_prefix_is_found_by_search(request: Request) -> None:
+    found = longest_usable_prefix(
+        request.layout, request.num_tokens, request.arrays(), local_tokens=request.local_tokens
+    )
+    assert found == longest_hit(request.layout, request.num_tokens, request.present, request.local_tokens)
+    assert found <= down(request.layout, request.num_tokens - 1)
+    assert found >= min(down(request.layout, request.local_tokens), down(request.layout, request.num_tokens - 1))
+
+
+@quick
+@given(requests())
+def test_load_mask_is_what_the_hit_needs_without_margin_and_local_chunks(request: Request) -> None:
+    layout, local = request.layout, down(request.layout, request.local_tokens)
+    hit = longest_usable_prefix(layout, request.num_tokens, request.arrays(), local_tokens=request.local_tokens)
+    masks = load_mask(layout, hit, local_tokens=request.local_tokens)
+    assert [len(mask) for mask in masks] == [hit // spec.block_size for spec in layout.groups]
+    for spec, loaded, present in zip(layout.groups, sets(masks), request.present, strict=True):
+        size = spec.block_size
+        assert loaded == {chunk for chunk in needed(spec, hit, margin=False) if (chunk + 1) * size > local}
+        assert loaded <= present
+
+
+@quick
+@given(requests())
+def test_the_explanation_names_what_held_the_hit_back(request: Request) -> None:
+    layout, tokens, local = request.layout, request.num_tokens, request.local_tokens
+    report = explain_prefix(layout, tokens, request.arrays(), local_tokens=local)
+    cap = down(layout, tokens - 1)
+    alone = [longest_hit(layout, tokens, request.present, local, [number]) for number in range(len(layout.groups))]
+    dense = [number for number, spec in enumerate(layout.groups) if not is_sparse(spec)]
+    assert report.cap == cap
+    assert report.group_lengths == tuple(alone)
+    assert report.hit_length == longest_hit(layout, tokens, request.present, local)
+    assert report.shared_length == (
+        longest_hit(layout, tokens, request.present, local, dense) if dense else report.hit_length
+    )
+    assert report.hit_length <= report.shared_length <= cap
+    assert bool(report.limited_by) == (report.hit_length < cap)
+    for number in report.limited_by:
+        # A culprit cannot serve any boundary above its own length, and no other group falls shorter.
+        assert alone[number] == min(alone) < cap
+        spec, present = layout.groups[number], request.present[number]
+        above = range(alone[number] + alignment(layout), cap + 1, alignment(layout))
+        assert not any(is_usable(spec, layout, boundary, tokens, present, local) for boundary in above)
+
+
+# Lookups
+
+
+def look_up(layout: KVCacheLayout, num_tokens: int, exists: Exists, local_tokens: int = 0) -> PrefixHit:
+    """A lookup as a client makes it: stage by stage, each as far as the ones before allow."""
+    upto = layout.hit_cap(num_tokens)
+    local = min(layout.align(local_tokens), upto)
+    present = no_presence(layout, num_tokens)
+    asked, keys = [local] * len(layout.groups), 0
+    for stage in lookup_stages(layout):
+        questions = lookup_questions(layout, num_tokens, stage, upto=upto, local_tokens=local)
+        for group, chunks in enumerate(sets(questions)):
+            assert not chunks or group in stage
+            keys += len(chunks)
+            for chunk in chunks:
+                present[group][chunk] = exists(group, chunk)
+        for group in stage:
+            asked[group] = upto
+        report = explain_prefix(layout, num_tokens, present, local_tokens=local, asked_lengths=asked)
+        upto = min(upto, *(report.group_lengths[group] for group in stage))
+    report = explain_prefix(layout, num_tokens, present, local_tokens=local, asked_lengths=asked)
+    return PrefixHit(
+        hit_length=report.hit_length,
+        shared_length=report.shared_length,
+        load_masks=load_mask(layout, report.hit_length, local_tokens=local),
+        report=report,
+        num_tokens=num_tokens,
+        local_tokens=local,
+        present=present,
+        block_hashes=(),
+        cache_id="",
+        key_ranks=((0, 0, 0, 0),),
+        asked_at=0.0,
+        keys_asked=keys,
+    )
+
+
+@quick
+@given(requests(), st.data())
+def test_a_lookup_asks_what_boundaries_need_and_nothing_above(request: Request, data: st.DataObject) -> None:
+    layout, step = request.layout, request.layout.alignment
+    top = layout.hit_cap(request.num_tokens) // step
+    upto = step * data.draw(st.integers(0, top))
+    local = step * data.draw(st.integers(0, top))
+    groups = data.draw(st.sets(st.integers(0, len(layout.groups) - 1)))
+    questions = lookup_questions(layout, request.num_tokens, sorted(groups), upto=upto, local_tokens=local)
+    boundaries = range(local + step, upto + 1, step)
+    for number, (spec, asked) in enumerate(zip(layout.groups, sets(questions), strict=True)):
+        size = spec.block_size
+        wanted: set[int] = set()
+        if number in groups:
+            wanted = wanted.union(*(needed(spec, boundary) for boundary in boundaries))
+        # What the engine holds is not asked, and a margin behind the last whole alignment has no name.
+        limit = down(layout, request.num_tokens)
+        assert asked >= {chunk for chunk in wanted if local < (chunk + 1) * size <= limit}
+        assert all(chunk * size >= local and (chunk + 1) * size <= limit for chunk in asked)
+        assert asked <= (set(range(max(wanted) + 1)) if wanted else set())
+        # Every question is about a chunk that some boundary up to there needs.
+        assert asked <= wanted | (needed(spec, local) if spec.eagle else set())
+
+
+@quick
+@given(requests())
+def test_a_staged_lookup_finds_what_a_full_look_finds(request: Request) -> None:
+    layout = request.layout
+    hit = look_up(
+        layout, request.num_tokens, lambda group, chunk: chunk in request.present[group], request.local_tokens
+    )
+    assert hit.hit_length == longest_hit(layout, request.num_tokens, request.present, request.local_tokens)
+    assert bool(hit.report.limited_by) == (hit.hit_length < hit.report.cap)
+    dense = [number for number, spec in enumerate(layout.groups) if not is_sparse(spec)]
+    if dense:
+        expected = longest_hit(layout, request.num_tokens, request.present, request.local_tokens, dense)
+        assert hit.shared_length == expected
+
+
+@quick
+@given(requests())
+def test_stages_name_every_group_once_with_full_attention_first(request: Request) -> None:
+    stages = lookup_stages(request.layout)
+    groups = [group for stage in stages for group in stage]
+    assert sorted(groups) == list(range(len(request.layout.groups)))
+    kinds = [[request.layout.groups[group].kind for group in stage] for stage in stages]
+    assert all(stage for stage in stages)
+    if any(spec.kind == "full" for spec in request.layout.groups):
+        assert set(kinds[0]) == {"full"}
+
+
+@quick
+@given(requests())
+def test_an_old_hit_asks_again_for_all_that_it_stands_on(request: Request) -> None:
+    layout = request.layout
+    hit = look_up(
+        layout, request.num_tokens, lambda group, chunk: chunk in request.present[group], request.local_tokens
+    )
+    for spec, again in zip(layout.groups, sets(needed_again(layout, hit)), strict=True):
+        if hit.hit_length > hit.local_tokens:
+            size = spec.block_size
+            assert again == {c for c in needed(spec, hit.hit_length) if (c + 1) * size > hit.local_tokens}
+
+
+# Puts and gets
+
+
+@quick
+@given(puts(), requests(), st.data())
+def test_a_put_plan_accounts_for_every_chunk(put: Put, request: Request, data: st.DataObject) -> None:
+    layout = put.layout
+    length = put.num_tokens + data.draw(st.integers(0, layout.alignment - 1))
+    start = data.draw(st.integers(0, length))
+    plan = plan_put(
+        layout,
+        length + 5,
+        num_tokens=length,
+        num_prompt_tokens=put.prompt,
+        start_token=start,
+        boundaries=put.positions,
+        retention_interval=put.interval,
+    )
+    assert (plan.start_token, plan.end_token) == (down(layout, start), put.num_tokens)
+    prompt = length + 5 if put.prompt is None else put.prompt
+    expected = chunks_to_store(
+        layout,
+        plan.end_token,
+        start_token=plan.start_token,
+        interval=put.interval,
+        prompt=prompt,
+        positions=put.positions,
+    )
+    assert sets(plan.store_masks) == expected
+    assert set(plan.boundaries) == retained(layout, 0, 0, prompt, put.positions)
+    for spec, chunks, kept, dropped in zip(layout.groups, expected, plan.reachable, plan.unreachable, strict=True):
+        every = (plan.end_token - plan.start_token) // spec.block_size
+        page = spec.page_size_bytes or 0
+        assert kept == Tally(len(chunks), len(chunks) * page)
+        assert kept + dropped == Tally(every, every * page)
+    assert [[chunk for chunk, _ in group] for group in plan.kept()] == [sorted(chunks) for chunks in expected]
+    assert not any(known for group in plan.kept() for _, known in group)
+
+
+@quick
+@given(requests(), st.booleans(), st.integers(0, 5))
+def test_a_put_plan_knows_what_the_lookup_saw(request: Request, trust: bool, more: int) -> None:
+    layout, tokens = request.layout, request.num_tokens
+    hit = look_up(layout, tokens, lambda group, chunk: chunk in request.present[group])
+    plan = plan_put(layout, tokens + more, hit=hit, trust_hit=trust, retention_interval=0)
+    for mask, known, seen in zip(sets(plan.store_masks), sets(plan.known), sets(hit.present), strict=True):
+        assert known == (mask & seen if trust else set())
+    learned = [hit.shared_length] if hit.shared_length > hit.hit_length else []
+    assert set(plan.boundaries) == retained(layout, 0, 0, tokens + more, learned)
+
+
+@quick
+@given(requests(), st.data())
+def test_a_get_reads_what_is_missing_and_falls_back_to_what_arrived(request: Request, data: st.DataObject) -> None:
+    layout, tokens = request.layout, request.num_tokens
+    local = min(down(layout, request.local_tokens), down(layout, tokens - 1))
+    present = [
+        mask[: layout.align(tokens) // s.block_size] for mask, s in zip(request.arrays(), layout.groups, strict=True)
+    ]
+    lost = [data.draw(st.sets(st.integers(0, max(len(mask) - 1, 0)), max_size=3)) for mask in present]
+    arrived = [mask & ~np.isin(np.arange(len(mask)), sorted(gone)) for mask, gone in zip(present, lost, strict=True)]
+    plan = plan_get(layout, tokens, present, arrived, local_tokens=local)
+    assert plan.hit_length == longest_hit(layout, tokens, request.present, local)
+    wanted = sets(load_mask(layout, plan.hit_length, local_tokens=local))
+    for missing, loads, have in zip(sets(plan.missing), wanted, sets(arrived), strict=True):
+        assert missing == loads - have
+    assert plan.complete == (not any(sets(plan.missing)[n] for n in range(len(wanted))))
+
+    length = longest_arrived_prefix(layout, tokens, present, arrived, local_tokens=local)
+    good = [
+        boundary
+        for boundary in range(alignment(layout), plan.hit_length + 1, alignment(layout))
+        if all(
+            boundary <= local
+            or (
+                is_usable(spec, layout, boundary, tokens, seen, local)
+                and all(
+                    chunk in have or (chunk + 1) * spec.block_size <= local
+                    for chunk in needed(spec, boundary, margin=False)
+                )
+            )
+            for spec, seen, have in zip(layout.groups, request.present, sets(arrived), strict=True)
+        )
+    ]
+    assert length == max(good, default=0)
+
+
+@quick
+@given(st.lists(st.integers(0, 40)), st.integers(1, 60), st.integers(1, 5))
+def test_batches_are_a_partition_within_the_limits(sizes: list[int], max_bytes: int, max_count: int) -> None:
+    batches = cut_batches(sizes, max_bytes=max_bytes, max_count=max_count)
+    assert [number for batch in batches for number in batch] == list(range(len(sizes)))
+    for batch in batches:
+        assert 1 <= len(batch) <= max_count
+        assert len(batch) == 1 or sum(sizes[number] for number in batch) <= max_bytes
+    for batch, following in pairwise(batches):
+        total = sum(sizes[number] for number in batch) + sizes[following.start]
+        assert len(batch) == max_count or total > max_bytes
+
+
+# Names: what prompts share
+
+
+def names_of(layout: KVCacheLayout, hashes: Sequence[bytes], masks: Sequence[BoolArray]) -> list[set[str]]:
+    """The names under which chunks are stored, a set a group."""
+    builder = KeyBuilder(layout, KeySchema("model"))
+    return [set(builder.names(hashes, group, sorted(chunks))) for group, chunks in enumerate(sets(masks))]
+
+
+def finder(layout: KVCacheLayout, hashes: Sequence[bytes], stored: Sequence[set[str]]) -> Exists:
+    """Whether a chunk of these hashes is among the stored names."""
+    return lambda group, chunk: chunk_name(layout, hashes, group, chunk) in stored[group]
+
+
+@slower
+@given(layouts(), st.data())
+def test_prompts_that_part_at_a_given_boundary_hit_there(layout: KVCacheLayout, data: st.DataObject) -> None:
+    step = alignment(layout)
+    shared = step * data.draw(st.sampled_from([3, 0, 1, 2, 5])) + data.draw(st.integers(0, step - 1))
+    first = [1] * shared + [2] * data.draw(st.integers(0, 3 * step))
+    second = [1] * shared + [3] * data.draw(st.integers(1, 3 * step))
+    hasher = BlockHasher(layout.hash_block_size)
+    kept = store_mask(
+        layout,
+        down(layout, len(first)),
+        retention_interval=0,
+        num_prompt_tokens=len(first),
+        boundaries=[shared],
+    )
+    stored = names_of(layout, hasher.hash_blocks(first), kept)
+    hit = look_up(layout, len(second), finder(layout, hasher.hash_blocks(second), stored)).hit_length
+    back = step if has_draft(layout) else 0
+    assert hit >= max(down(layout, shared) - back, 0)
+    if any(needed(spec, down(layout, shared) + step) for spec in layout.groups):
+        assert hit <= down(layout, shared)
+
+
+@slower
+@given(layouts(), st.data())
+def test_a_learned_junction_serves_the_third_prompt(layout: KVCacheLayout, data: st.DataObject) -> None:
+    step = alignment(layout)
+    tails = data.draw(st.lists(st.integers(1, 3 * step), min_size=3, max_size=3))
+    shared = step * data.draw(st.sampled_from([3, 0, 1, 2, 5])) + data.draw(st.integers(0, step - 1))
+    hasher = BlockHasher(layout.hash_block_size)
+    stored: list[set[str]] = [set() for _ in layout.groups]
+    hits = []
+    for number, tail in enumerate(tails):
+        prompt = [1] * shared + [2 + number] * tail
+        hashes = hasher.hash_blocks(prompt)
+        hit = look_up(layout, len(prompt), finder(layout, hashes, stored))
+        plan = plan_put(layout, len(prompt), hit=hit, retention_interval=0)
+        for names, added in zip(stored, names_of(layout, hashes, plan.store_masks), strict=True):
+            names |= added
+        hits.append(hit)
+    back = step if has_draft(layout) else 0
+    # Full attention alone tells how much is shared: a chunked group needs nothing at the start of a run.
+    if any(isinstance(spec, FullAttentionSpec) for spec in layout.groups):
+        assert hits[2].hit_length >= min(hits[1].shared_length - back, hits[2].report.cap)
+
+
+@slower
+@given(layouts(), st.data())
+def test_chunk_names_are_unique_and_complete(layout: KVCacheLayout, data: st.DataObject) -> None:
+    tokens = [1] * data.draw(st.integers(0, 5 * layout.alignment))
+    hashes = BlockHasher(layout.hash_block_size).hash_blocks(tokens)
+    builder = KeyBuilder(layout, KeySchema("model"))
+    for group, spec in enumerate(layout.groups):
+        size, block = spec.block_size, layout.hash_block_size
+        count = len(tokens) // size
+        names = [chunk_name(layout, hashes, group, chunk) for chunk in range(count)]
+        # A name exists as soon as the hash block that holds the chunk's last token is complete.
+        ends = [-(-(chunk + 1) * size // block) * block for chunk in range(count)]
+        assert [name is not None for name in names] == [end <= len(tokens) for end in ends]
+        known = [name for name in names if name is not None]
+        assert len(set(known)) == len(known)
+        assert builder.names(hashes, group, range(len(known))) == known
+
+
+# Frames
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> tuple[ValueFormat, int, str, list[bytes], bytes]:
+    """A value format, a chunk's place and name, its payload and its header."""
+    value_format = ValueFormat("framed", draw(st.binary(min_size=8, max_size=8)).hex())
+    group, name = draw(st.integers(0, 300)), draw(st.text(max_size=20))
+    payload = draw(st.lists(st.binary(max_size=40), min_size=1, max_size=3))
+    return value_format, group, name, payload, value_format.header(group, name, views(payload))
+
+
+def views(payload: Sequence[bytes | bytearray]) -> tuple[memoryview, ...]:
+    """Buffers as the client hands them on."""
+    return tuple(memoryview(buffer) for buffer in payload)
+
+
+Frame = tuple[ValueFormat, int, str, list[bytes], bytes]
+
+
+@quick
+@given(frames())
+def test_a_frame_round_trips(frame: Frame) -> None:
+    value_format, group, name, payload, header = frame
+    assert len(header) == value_format.header_size == HEADER_SIZE
+    assert value_format.fault(header, group, name, views(payload)) is None
+    assert value_format.fault(memoryview(bytearray(header)), group, name, views([b"".join(payload)])) is None
+    meta = unpack_header(header)
+    assert meta is not None
+    assert meta.length == sum(map(len, payload))
+    assert meta.checksum == payload_checksum(views(payload)) == xxhash.xxh3_64_intdigest(b"".join(payload))
+    assert (meta.group, meta.fingerprint.hex()) == (group, value_format.fingerprint)
+    assert pack_header(meta) == header
+
+
+@quick
+@given(frames(), st.integers(1, 255))
+def test_any_changed_header_byte_is_a_fault(frame: Frame, change: int) -> None:
+    value_format, group, name, payload, header = frame
+    for position in range(HEADER_SIZE):
+        damaged = bytearray(header)
+        damaged[position] ^= change
+        assert value_format.fault(damaged, group, name, views(payload)) is not None, position
+
+
+@quick
+@given(frames(), st.integers(1, 255), st.data())
+def test_any_changed_payload_byte_is_a_checksum_fault(frame: Frame, change: int, data: st.DataObject) -> None:
+    value_format, group, name, payload, header = frame
+    whole = bytearray(b"".join(payload))
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= change
+        assert value_format.fault(header, group, name, views([damaged])) == "checksum"
+
+
+@quick
+@given(frames(), st.data())
+def test_truncated_or_misplaced_values_are_faults(frame: Frame, data: st.DataObject) -> None:
+    value_format, group, name, payload, header = frame
+    whole = b"".join(payload)
+    for length in (*range(HEADER_SIZE), HEADER_SIZE + 1):
+        assert value_format.fault((header + b"\0")[:length], group, name, views(payload)) == "header"
+    for length in range(len(whole)):
+        assert value_format.fault(header, group, name, views([whole[:length]])) == "length"
+    assert value_format.fault(header, group, name, views([whole, b"x"])) == "length"
+    assert value_format.fault(header, group + 1, name, views(payload)) == "group"
+    assert value_format.fault(header, group, name + "x", views(payload)) == "name"
+    other = ValueFormat("framed", ("0" if value_format.fingerprint[0] != "0" else "1") * 16)
+    assert other.fault(header, group, name, views(payload)) == "fingerprint"
+
+
+@quick
+@given(frames(), st.lists(st.tuples(st.integers(0, HEADER_SIZE - 1), st.binary(max_size=12)), max_size=4))
+def test_a_patched_header_never_raises(frame: Frame, patches: list[tuple[int, bytes]]) -> None:
+    value_format, group, name, payload, header = frame
+    hostile = bytearray(header)
+    for position, patch in patches:
+        hostile[position : position + len(patch)] = patch
+    hostile = hostile[:HEADER_SIZE]
+    found = unpack_header(hostile)
+    assert found is None or isinstance(found, FrameMeta)
+    fault = value_format.fault(bytes(hostile), group, name, views(payload))
+    assert fault is None or fault in {"header", "version", "fingerprint", "group", "length", "name", "checksum"}
+
+
+@quick
+@given(st.one_of(st.binary(min_size=HEADER_SIZE, max_size=HEADER_SIZE), st.binary(max_size=HEADER_SIZE + 16)))
+@example(bytes(HEADER_SIZE))
+@example(b"\xdd\xff\xff\xff\xff".ljust(HEADER_SIZE, b"\x90"))
+@example(b"\x91" * HEADER_SIZE)
+@example(b"\x97\x01\xc6\xff\xff\xff\xff".ljust(HEADER_SIZE, b"\0"))
+@example(b"\x97\x01\xdf\xff\xff\xff\xff".ljust(HEADER_SIZE, b"\0"))
+@example(b"\x97" + b"\xc7\x0c\xff" + b"\xff" * 60)
+def test_random_bytes_are_no_header_and_never_raise(noise: bytes) -> None:
+    # No random run of 64 bytes has the six fixed length marks of a header.
+    assert unpack_header(noise) is None
+
+
+# Hash chains
+
+ALGORITHMS = ("sha256_packed", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@slower
+@given(data=st.data(), size=st.integers(1, 5))
+def test_hashes_name_prefixes(algorithm: Any, data: st.DataObject, size: int) -> None:
+    hasher = BlockHasher(size, algorithm, "seed")
+    tokens = [token % 3 for token in range(data.draw(st.integers(0, 8 * size)))]
+    hashes = hasher.hash_blocks(tokens)
+    assert len(hashes) == len(tokens) // size
+    assert len(set(hashes)) == len(hashes)
+    cut = data.draw(st.integers(0, len(tokens)))
+    assert hasher.hash_blocks(tokens[:cut]) == hashes[: cut // size]
+    blocks = cut // size
+    if blocks:
+        assert hasher.hash_blocks(tokens[blocks * size :], parent=hashes[blocks - 1]) == hashes[blocks:]
+    if hashes:
+        changed = data.draw(st.integers(0, len(hashes) * size - 1))
+        other = [*tokens[:changed], tokens[changed] + 1, *tokens[changed + 1 :]]
+        rehashed = hasher.hash_blocks(other)
+        same = [a == b for a, b in zip(hashes, rehashed, strict=True)]
+        assert same == [block < changed // size for block in range(len(hashes))]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@slower
+@given(tokens=st.lists(st.integers(0, 2**16 - 1), max_size=12))
+def test_lists_and_arrays_hash_alike(algorithm: Any, tokens: list[int]) -> None:
+    hasher = BlockHasher(2, algorithm, "seed")
+    expected = hasher.hash_blocks(tokens)
+    forms: list[Any] = [tuple(tokens), *(array(code, tokens) for code in "HiIlLqQ")]
+    forms += [np.array(tokens, dtype=kind) for kind in ("u2", "i4", "u4", "i8", "u8", ">i4", ">u2", ">i8")]
+    forms.append(np.array([[token, 7] for token in tokens], dtype=np.int64).reshape(-1, 2)[:, 0])
+    read_only = np.array(tokens, dtype=np.int32)
+    read_only.flags.writeable = False
+    forms.append(read_only)
+    for form in forms:
+        assert hasher.hash_blocks(form) == expected
+
+
+@slower
+@given(data=st.data(), size=st.integers(1, 4))
+def test_a_sequence_that_grows_hashes_like_one_made_whole(data: st.DataObject, size: int) -> None:
+    tokens = list(range(data.draw(st.integers(0, 10 * size))))
+    what = vars(data.draw(traits(len(tokens))))
+    algorithm: Any = data.draw(st.sampled_from(["sha256_packed", "sha256", "sha256_cbor"]))
+    hasher = BlockHasher(size, algorithm)
+    whole = TokenSequence(hasher, tokens, **what).block_hashes
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), min_size=1, max_size=4)))
+    grown = TokenSequence(hasher, [], **what)
+    for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        grown.extend(np.array(tokens[start:end], dtype=np.int64))
+        assert len(grown) == grown.num_tokens == end
+        if data.draw(st.integers(0, 3)):
+            assert grown.block_hashes == whole[: end // size]
+            assert grown.unhashed_tokens == end % size
+    assert grown.block_hashes == whole
+    assert grown.token_ids.tolist() == tokens
+
+
+def literal(value: object) -> object:
+    """``value`` as the compiler makes it from a literal: equal constants are one object."""
+    return compile(repr(value), "<literal>", "eval").co_consts[0]
+
+
+def reference_chain(algorithm: str, seed: str, blocks: Sequence[list[int]], keys: Sequence[Any]) -> list[bytes]:
+    """vLLM's kinds, written from their definition."""
+
+    def digest(value: object) -> bytes:
+        cbor = algorithm.endswith("_cbor")
+        data = cbor2.dumps(value, canonical=True) if cbor else pickle.dumps(value, protocol=5)
+        return hashlib.sha256(data).digest() if algorithm.startswith("sha256") else xxhash.xxh3_128(data).digest()
+
+    chain = [digest(seed)]
+    for block, extra in zip(blocks, keys, strict=True):
+        chain.append(digest((chain[-1], tuple(block), None if extra is None else literal(extra))))
+    return chain
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "sha256_packed"])
+@slower
+@given(data=st.data(), size=st.integers(1, 4))
+def test_the_vllm_kinds_equal_their_definition(algorithm: Any, data: st.DataObject, size: int) -> None:
+    blocks = data.draw(st.lists(st.lists(st.integers(0, 2**63 - 1), min_size=size, max_size=size), max_size=4))
+    keys = [data.draw(extras) for _ in blocks]
+    expected = reference_chain(algorithm, "a seed", blocks, keys)
+    hasher = BlockHasher(size, algorithm, "a seed")
+    tokens = [token for block in blocks for token in block]
+    # Fresh objects: equal parts that are not one object, and lists where tuples were.
+    fresh = [None if extra is None else [list(key) for key in pickle.loads(pickle.dumps(extra))] for extra in keys]  # noqa: S301
+    parts = [None if e is None else [[renewed(part) for part in key] for key in e] for e in fresh]
+    assert hasher.none_hash == expected[0]
+    assert list(hasher.hash_blocks(tokens, extra_keys=keys)) == expected[1:]
+    assert list(hasher.hash_blocks(tokens, extra_keys=parts)) == expected[1:]
+
+
+def renewed(part: str | int | bytes) -> str | int | bytes:
+    """An equal part that is another object wherever Python allows it."""
+    if isinstance(part, str):
+        return part.encode().decode()
+    return bytes(bytearray(part)) if isinstance(part, bytes) else part
+
+
+@slower
+@given(tokens=st.lists(st.integers(0, 2**32 - 1), max_size=12), seed=st.sampled_from(["", "a seed", "naïve"]))
+def test_the_packed_kind_equals_its_definition(tokens: list[int], seed: str) -> None:
+    hasher = BlockHasher(3, seed=seed)
+    parent = hashlib.sha256(f"mooncake-sparse-client:1:3:{seed}".encode()).digest()
+    assert hasher.none_hash == parent
+    for number, found in enumerate(hasher.hash_blocks(tokens)):
+        block = tokens[3 * number : 3 * number + 3]
+        parent = hashlib.sha256(parent + b"".join(token.to_bytes(4, "little") for token in block)).digest()
+        assert found == parent
+
+
+SCRIPT = """
+from mooncake_sparse_client import BlockHasher, TokenSequence
+sequence = TokenSequence(BlockHasher(4), range(64), cache_salt="tenant-a", lora=("adapter", "/a"))
+print(",".join(digest.hex() for digest in sequence.block_hashes))
+"""
+
+
+def test_two_processes_agree_whatever_their_hash_seed() -> None:
+    answers = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    ]
+    here = TokenSequence(BlockHasher(4), list(range(64)), cache_salt="tenant-a", lora=("adapter", "/a"))
+    assert answers[0] == answers[1] == ",".join(digest.hex() for digest in here.block_hashes)
+    assert len(answers[0]) == 16 * 65 - 1
+
+
+def test_a_lookup_stops_where_full_attention_stops() -> None:
+    layout = KVCacheLayout([SlidingWindowSpec(8, 8), FullAttentionSpec(32)])
+    hit = look_up(layout, 129, lambda group, chunk: False)
+    assert (hit.hit_length, hit.keys_asked, hit.report.limited_by) == (0, 4, (1,))
+
+
+def arrays_of(layout: KVCacheLayout, tokens: int) -> list[NDArray[np.bool_]]:
+    """Everything is there."""
+    return [np.ones(tokens // spec.block_size, dtype=np.bool_) for spec in layout.groups]
+
+
+@quick
+@given(layouts(), st.integers(0, 200))
+def test_a_store_that_has_everything_hits_the_cap(layout: KVCacheLayout, tokens: int) -> None:
+    present = arrays_of(layout, tokens)
+    hit = longest_usable_prefix(layout, tokens, present)
+    cap = down(layout, tokens - 1)
+    # A draft margin must end within the whole blocks, so the cap itself may be one step too far.
+    lowest = cap if not has_draft(layout) or cap < down(layout, tokens) else max(cap - alignment(layout), 0)
+    assert lowest <= hit <= cap
