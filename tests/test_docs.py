@@ -1,0 +1,130 @@
+"""The Python in the documentation runs, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mooncake_sparse_client
+from mooncake_sparse_client import Limits, MooncakeConfig, errors
+from mooncake_sparse_client.config import _VARIABLES, RETENTION_VARIABLES
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+FENCE = re.compile(r"^```(.*)\n([\s\S]*?)^```$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One ``python`` block: where it starts, and whether it is only to be compiled."""
+
+    line: int
+    code: str
+    runs: bool
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    blocks = []
+    for found in FENCE.finditer(text):
+        language, *marks = found[1].split() or [""]
+        if language == "python":
+            assert set(marks) <= {"notest"}, f"{page.name}: unknown mark in ```{found[1]}"
+            blocks.append(Block(text.count("\n", 0, found.start(2)), found[2], "notest" not in marks))
+    return blocks
+
+
+def compiled(page: Path, block: Block) -> Any:
+    # Empty lines in front, so that a traceback names the page's own line.
+    source = "\n" * block.line + block.code
+    return compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def run(page: Path) -> dict[str, Any]:
+    """Runs the blocks in order, in one namespace and on one event loop."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    with asyncio.Runner() as runner:
+        for block in blocks_of(page):
+            code = compiled(page, block)
+            if not block.runs:
+                continue
+            result = eval(code, namespace)  # noqa: S307 - our own documentation
+            if code.co_flags & inspect.CO_COROUTINE:
+                runner.run(result)
+    return namespace
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_the_python_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(page)
+
+
+def test_a_page_that_is_wrong_fails(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A page\n\n```python\nimport asyncio\nx = 1\n```\n\n```python notest\nraise ValueError\n```\n\n"
+        "```text\nnot python\n```\n\n```python\nawait asyncio.sleep(0)\nassert x == 2, 'x'\n```\n"
+    )
+    assert [(block.line, block.runs) for block in blocks_of(page)] == [(3, True), (8, False), (16, True)]
+    with pytest.raises(AssertionError, match="x") as failure:
+        run(page)
+    assert failure.traceback[-1].lineno == 17  # counted from 0
+    page.write_text("```python notest\nprint(\n```\n")
+    with pytest.raises(SyntaxError):
+        run(page)
+
+
+def test_pages_have_python_to_run() -> None:
+    counts = {page.name: sum(block.runs for block in blocks_of(page)) for page in PAGES}
+    assert set(counts) == {"README.md", "concepts.md", "configuration.md", "errors.md", "keys.md"}
+    assert sum(len(blocks_of(page)) for page in PAGES) > len(PAGES)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target.partition("#")[0]).exists(), f"{page.name} links to {target}"
+
+
+def text_of(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def test_every_error_is_explained() -> None:
+    text = text_of("errors.md")
+    classes = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
+    assert len(classes) > 15
+    for error in classes:
+        assert error.__name__ in text
+        row = re.search(rf"^\| `{error.kind}` \|.*\| (yes|no) \|", text, re.MULTILINE)
+        assert row, f"no row for the kind {error.kind}"
+        assert (row[1] == "yes") is error.retriable
+
+
+def test_every_setting_is_explained() -> None:
+    text = text_of("configuration.md")
+    for name, variable in _VARIABLES.items():
+        assert re.search(rf"^\| `{name}`.*`{variable}`", text, re.MULTILINE), name
+    for name in MooncakeConfig.__dataclass_fields__:
+        assert f"`{name}`" in text
+    for name, field in Limits.__dataclass_fields__.items():
+        row = re.search(rf"^\| `{name}` \| ([^|]*) \|", text, re.MULTILINE)
+        assert row, name
+        assert row[1].split(" (")[0].replace(",", "") == str(field.default)
+    for variable in (*RETENTION_VARIABLES, "MOONCAKE_CONFIG_PATH"):
+        assert f"`{variable}`" in text
+
+
+def test_the_changes_name_this_version() -> None:
+    assert f"## [{mooncake_sparse_client.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

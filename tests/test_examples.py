@@ -1,0 +1,133 @@
+"""The examples run as their readers run them, and say what they promise to say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mooncake_sparse_client.stores.local import LocalMooncake
+
+ROOT = Path(__file__).parent.parent
+#: What each example prints, as patterns in the order of its lines.
+EXAMPLES = {
+    "quickstart.py": [
+        r"Alice's prompt has 456 tokens",
+        r"written: 36 chunks, 122880 bytes",
+        r"skipped: 20 chunks, 163840 bytes",
+        r"Bob's prompt has 406 tokens; 256 of them were found",
+        r"full: 16 of 16 chunks to read",
+        r"window: 4 of 16 chunks to read",
+        r"read: 20 chunks, 65536 bytes, 0 of them wrong",
+    ],
+    "own_arrays.py": [
+        r"put 10 chunks, 327680 bytes",
+        r"got 320 tokens, 327680 bytes",
+        r"every value is right, and no other block was touched",
+    ],
+    "local_master.py": [
+        r"a master serves at 127\.0\.0\.1:\d+",
+        r"the first process wrote 15 chunks and has closed its client",
+        r"the second process found 960 of 1000 tokens, 0 chunks wrong",
+        r"the data is gone with them",
+    ],
+    "serving_loop.py": [
+        r"turn 1:",
+        r"chat \d: \d+ of \d+ tokens were in the store",
+        r"turn 2:",
+        # The first question's whole blocks, at the least.
+        r"hits: \d+ of 6960 tokens \(\d+%\), 2976 of them in turn 2",
+        r"[1-9]\d+ bytes restored, 0 wrong, 0 failures",
+    ],
+    "precompute_jsonl.py": [
+        r"12 prompts of 5520 tokens; 2400 tokens were there already",
+        r"written: 171 chunks, 262656 bytes",
+        r"already there: 270 chunks; failed: 0 chunks",
+        r"bad lines: 0",
+    ],
+}
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, f"examples/{name}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # this checkout's package, installed or not
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def assert_says(output: str, patterns: Sequence[str]) -> None:
+    position = 0
+    for pattern in patterns:
+        found = re.compile(pattern).search(output, position)
+        assert found, f"no {pattern!r} from here on: {output[position:]!r}"
+        position = found.end()
+
+
+def test_every_example_is_listed() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
+
+
+@pytest.fixture(scope="module")
+def runs(native_library: None) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """All examples side by side: each spends most of its time waiting for Mooncake to start and to close."""
+    with ThreadPoolExecutor(len(EXAMPLES)) as pool:
+        yield {name: pool.submit(run, name) for name in EXAMPLES}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
+    done = runs[name].result()
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert_says(done.stdout, EXAMPLES[name])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_says_how_to_run_it(name: str) -> None:
+    assert f"python examples/{name}" in (ROOT / "examples" / name).read_text().split('"""')[1]
+
+
+@pytest.mark.usefixtures("native_library")
+def test_the_job_reports_bad_lines_and_does_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    good = json.dumps({"token_ids": list(range(40))})
+    path.write_text("\n".join([good, "{", '{"tokens": [1]}', "", '{"token_ids": [1, -2]}', good]) + "\n")
+    done = run("precompute_jsonl.py", str(path))
+    assert done.returncode == 1
+    assert [line.split(": ")[0] for line in done.stderr.splitlines()] == [f"{path}:{number}" for number in (2, 3, 5)]
+    assert "token_ids[1] is -2" in done.stderr
+    # The same prompt twice: the second time its 32 whole tokens are there.
+    assert_says(done.stdout, ["2 prompts of 80 tokens; 32 tokens", "written: 4 chunks", "bad lines: 3"])
+
+
+def test_the_job_says_when_it_cannot_start(tmp_path: Path) -> None:
+    for arguments, message in (
+        ([str(tmp_path / "absent.jsonl")], "absent.jsonl"),
+        (["--store", "127.0.0.1:1"], "no Mooncake master listens on 127.0.0.1:1"),
+        (["--store", "nowhere"], "the master's address is 'host:port'"),
+    ):
+        done = run("precompute_jsonl.py", *arguments)
+        assert done.returncode == 2, done
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_second_run_of_the_job_writes_nothing(serving_master: LocalMooncake) -> None:
+    first = run("precompute_jsonl.py", "--store", serving_master.master_address)
+    assert first.returncode == 0, first.stderr
+    assert_says(first.stdout, ["2400 tokens were there already", "written: 171 chunks, 262656 bytes"])
+    second = run("precompute_jsonl.py", "--store", serving_master.master_address)
+    assert second.returncode == 0, second.stderr
+    # All whole blocks below each prompt's last token: 12 times 448 of 460.
+    assert_says(second.stdout, ["5376 tokens were there already", "written: 0 chunks, 0 bytes", "failed: 0 chunks"])
