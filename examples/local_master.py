@@ -42,7 +42,7 @@ async def write() -> None:
 async def read(address: str) -> None:
     async with connected(address) as client:
         got = await client.get(client.sequence(PROMPT))
-    chunks = got.chunks or {}
+    chunks = got.chunks
     wrong = [where for where, found in chunks.items() if found != computed(*where)]
     print(f"the second process found {got.hit_length} of {len(PROMPT)} tokens, {len(wrong)} chunks wrong", flush=True)
     if wrong or got.hit_length != LAYOUT.hit_cap(len(PROMPT)):

@@ -51,7 +51,7 @@ async def main() -> None:
             print(f"  {spec.name}: {mask.sum()} of {len(mask)} chunks to read")
 
         got = await client.get(hit)
-        chunks = got.chunks or {}
+        chunks = got.chunks
         wrong = [where for where, found in chunks.items() if found != computed(BOB, *where)]
         print(f"  read: {got.loaded.chunks} chunks, {got.loaded.bytes} bytes, {len(wrong)} of them wrong")
         if got.hit_length != len(SYSTEM_PROMPT) or wrong or put.failures or got.failures:

@@ -81,7 +81,7 @@ class Server:
         sequence = self.client.sequence(chat.tokens)
         hit = await self.client.lookup(sequence)
         got = await self.client.get(hit)
-        restored = {where: np.frombuffer(found, dtype=np.uint64) for where, found in (got.chunks or {}).items()}
+        restored = {where: np.frombuffer(found, dtype=np.uint64) for where, found in got.chunks.items()}
         cache = restored | await asyncio.to_thread(prefill, chat.tokens, got.hit_length, restored)
 
         task = asyncio.create_task(self._keep(sequence, cache, hit))

@@ -69,6 +69,7 @@ class Asker:
             present=read_only(present),
             block_hashes=hashes,
             cache_id=schema.cache_id,
+            fingerprint=self._identity.value_format.fingerprint,
             key_ranks=schema.key_ranks,
             asked_at=asked_at,
             keys_asked=keys_asked,

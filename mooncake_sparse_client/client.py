@@ -75,6 +75,7 @@ class SparseStoreClient(ClientLifecycle):
         one they come back in ``GetResult.chunks``. When chunks are gone, late, short or damaged, the result's
         ``hit_length`` is the longest prefix that can be resumed from what did arrive.
         """
+        self._check_open()
         if into is not None:
             check_source(into)
         if self.keys.rank not in self.keys.key_ranks:
@@ -82,10 +83,12 @@ class SparseStoreClient(ClientLifecycle):
                 f"this client's own rank {self.keys.rank} is not among its key_ranks {self.keys.key_ranks}: "
                 "it may look up, but the chunks of its own rank were never asked for"
             )
-        hit = await self.lookup(hit_or_sequence) if isinstance(hit_or_sequence, TokenSequence) else hit_or_sequence
+        hit = self._asker.nothing((), 0, 0) if isinstance(hit_or_sequence, TokenSequence) else hit_or_sequence
         self._check_hit(hit)
         try:
-            async with self._bounded(f"reading a hit of {hit.hit_length} tokens"):
+            async with self._bounded("reading a hit"):
+                if isinstance(hit_or_sequence, TokenSequence):
+                    hit = await self._asker.lookup(*await self._hashes(hit_or_sequence), 0)
                 return await self._reader.get(hit, await self._asker.present_now(hit), into)
         except _OUT_OF_REACH as error:
             if self._when_down == "raise":
@@ -117,16 +120,18 @@ class SparseStoreClient(ClientLifecycle):
         as ``failed``.
         """
         check_source(source)
-        hashes, _ = await self._hashes(sequence)
-        plan = self.plan_put(
-            sequence,
+        hashes, length = await self._hashes(sequence)
+        plan = self._plan(
+            hashes,
+            length,
             hit=hit,
             num_tokens=num_tokens,
             num_prompt_tokens=num_prompt_tokens,
             start_token=start_token,
             boundaries=boundaries,
         )
-        step = self._writer.step(plan, hashes, source, confirm=confirm)
+        # Half of the time is for a full store to make room; what it refuses still is then reported, not cut off.
+        step = self._writer.step(plan, hashes, source, confirm=confirm, patience=self._timeout / 2)
         try:
             async with self._bounded(f"putting tokens {plan.start_token} to {plan.end_token}", step.so_far):
                 await step.run()
@@ -148,16 +153,37 @@ class SparseStoreClient(ClientLifecycle):
     ) -> PutPlan:
         """What ``put`` would keep, decided without asking the store."""
         self._check_sequence(sequence)
+        return self._plan(
+            sequence.block_hashes,
+            len(sequence),
+            hit=hit,
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            start_token=start_token,
+            boundaries=boundaries,
+        )
+
+    def _plan(
+        self,
+        hashes: tuple[bytes, ...],
+        length: int,
+        *,
+        hit: PrefixHit | None,
+        num_tokens: int | None,
+        num_prompt_tokens: int | None,
+        start_token: int,
+        boundaries: Sequence[int],
+    ) -> PutPlan:
         if hit is not None:
             self._check_hit(hit)
-            if sequence.block_hashes[: len(hit.block_hashes)] != hit.block_hashes:
+            if hashes[: len(hit.block_hashes)] != hit.block_hashes:
                 raise InvalidRequestError(
                     "hit is not of this sequence: its tokens, salt, LoRA, images or embeddings differ; "
                     "pass the hit of the request's own lookup"
                 )
         return plan_put(
             self.layout,
-            len(sequence),
+            length,
             hit=hit,
             trust_hit=hit is not None and self.keys.rank in hit.key_ranks,
             num_tokens=num_tokens,
@@ -223,4 +249,14 @@ class SparseStoreClient(ClientLifecycle):
         if hit.cache_id != self.keys.cache_id:
             raise InvalidRequestError(
                 f"the hit is of the cache {hit.cache_id!r}, this client's is {self.keys.cache_id!r}"
+            )
+        if hit.fingerprint != self.fingerprint:
+            raise InvalidRequestError(
+                "the hit is of a client with another layout, dtype, revision or hasher; look up with this client, "
+                "or with one made alike"
+            )
+        if hit.fingerprint != self.fingerprint:
+            raise InvalidRequestError(
+                "the hit is of a client with another layout, dtype, revision or hasher; look up with this client, "
+                "or with one made alike"
             )

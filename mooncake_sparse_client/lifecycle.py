@@ -17,7 +17,7 @@ from .core.hashing import BlockHasher
 from .core.keys import KeySchema
 from .core.layout import KVCacheLayout
 from .core.masks import check_retention_interval
-from .errors import ClientClosedError, ConfigError, InvalidRetentionError, StoreTimeoutError
+from .errors import ClientClosedError, ConfigError, ForkedProcessError, InvalidRetentionError, StoreTimeoutError
 from .identity import Profile, resolve_identity
 from .reading import Reader
 from .settings import (
@@ -36,6 +36,7 @@ from .settings import (
 from .stores.base import Store
 from .stores.throttle import ThrottledStore
 from .transfer import Transport
+from .waiting import settled
 from .writing import Writer
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class ClientLifecycle:
         when_down: WhenDown = "raise",
     ) -> None:
         self._state = _State.NEW
+        self._pid = os.getpid()
+        self._closing: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()
         self._limits = limits
         self._timeout = checked_timeout(timeout)
@@ -139,7 +142,7 @@ class ClientLifecycle:
         return cls(opener, layout, model_name=model_name, **settings)
 
     def _attach(self, store: Store) -> None:
-        if not isinstance(store, Store):
+        if isinstance(store, type) or not isinstance(store, Store):
             raise ConfigError(f"store must be a Store such as MemoryStore(), not {store!r}; see connect() and local()")
         largest = max(self._identity.value_bytes(group) for group in range(len(self.layout.groups)))
         if store.max_value_bytes is not None and largest > store.max_value_bytes:
@@ -166,13 +169,22 @@ class ClientLifecycle:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Refuse new calls, wait for native calls in flight within a bound, and close what this client opened."""
-        was, self._state = self._state, _State.CLOSED
-        if was is _State.OPEN:
-            try:
-                await self._transport.settle(self._timeout)
-            finally:
-                await self._stack.aclose()
+        """Refuse new calls, wait for native calls in flight within a bound, and close what this client opened.
+
+        All of it is done when this returns, whoever calls it again or cancels it meanwhile.
+        """
+        if self._state is _State.OPEN:
+            self._check_open()
+            self._closing = asyncio.create_task(self._close())
+        self._state = _State.CLOSED
+        if self._closing is not None:
+            await settled(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            await self._transport.settle(self._timeout)
+        finally:
+            await self._stack.aclose()
 
     @property
     def layout(self) -> KVCacheLayout:
@@ -218,3 +230,8 @@ class ClientLifecycle:
     def _check_open(self) -> None:
         if self._state is not _State.OPEN:
             raise ClientClosedError(f"this client is {self._state.value}")
+        if self._pid != os.getpid():
+            raise ForkedProcessError(
+                f"this client was made in process {self._pid}, and its threads are not in the fork {os.getpid()}; "
+                "make one in the child"
+            )

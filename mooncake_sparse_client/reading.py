@@ -53,7 +53,7 @@ class Reader:
         length = longest_arrived_prefix(
             layout, hit.num_tokens, progress.present, progress.arrived, local_tokens=hit.local_tokens
         )
-        return self._result(max(length, min(hit.local_tokens, hit.report.cap)), hit, progress, sink)
+        return self._result(length, hit, progress, sink)
 
     def nothing(self, hit: PrefixHit, reason: str) -> GetResult:
         """The answer of a store that cannot be reached, for those who count it as a miss."""
@@ -97,7 +97,8 @@ class Reader:
     def _give_up(self, job: ChunkJob, failure: Failure, progress: _Progress) -> None:
         progress.present[job.group][job.chunk] = False
         progress.failures.append(ChunkFailure(job.group, job.chunk, failure.kind))
-        if failure.kind in _DAMAGE:
+        # Under keys that others write too, they may mend it.
+        if failure.kind in _DAMAGE and self._identity.owns_namespace:
             self._transport.ledger.mark_damaged(job.key)
         else:
             self._transport.ledger.mark_lost(job.key)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
+import time
 from collections.abc import Sequence
 
 from .chunks import Source, read_source
@@ -10,6 +13,10 @@ from .core.plans import NOTHING, PutPlan, Tally
 from .core.results import ChunkFailure, PutResult
 from .stores.base import PutItem
 from .transfer import ChunkJob, Transport, all_keys
+
+_FULL = "full"
+#: Seconds between attempts at what a full store refused; the last one goes on.
+_PAUSES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
 
 
 class Writer:
@@ -20,8 +27,11 @@ class Writer:
         # Whoever puts a key now answers here whether it then had a value.
         self._claims: dict[str, asyncio.Future[bool]] = {}
 
-    def step(self, plan: PutPlan, block_hashes: Sequence[bytes], source: Source, *, confirm: bool) -> PutStep:
-        return PutStep(self._transport, self._claims, plan, block_hashes, source, confirm=confirm)
+    def step(
+        self, plan: PutPlan, block_hashes: Sequence[bytes], source: Source, *, confirm: bool, patience: float
+    ) -> PutStep:
+        """A put to run. ``patience``: seconds in which a full store is asked again."""
+        return PutStep(self._transport, self._claims, plan, block_hashes, source, confirm=confirm, patience=patience)
 
 
 class PutStep:
@@ -36,16 +46,19 @@ class PutStep:
         source: Source,
         *,
         confirm: bool,
+        patience: float,
     ) -> None:
         self._transport = transport
         self._claims = claims
         self._plan = plan
         self._source = source
         self._confirm = confirm
+        self._patience = patience
         self._page_sizes = transport.identity.layout.page_sizes
         self._written = self._existing = self._unavailable = NOTHING
         self._failures: list[ChunkFailure] = []
         self._open: dict[str, ChunkJob] = {}
+        self._own_claims: dict[str, asyncio.Future[bool]] = {}
         self._take_jobs(block_hashes)
 
     async def run(self) -> None:
@@ -90,7 +103,8 @@ class PutStep:
         theirs = [(job, self._claims[job.key]) for job in jobs if job.key in self._claims]
         mine = [job for job in jobs if job.key not in self._claims]
         loop = asyncio.get_running_loop()
-        self._claims |= {job.key: loop.create_future() for job in mine}
+        self._own_claims = {job.key: loop.create_future() for job in mine}
+        self._claims |= self._own_claims
         try:
             await self._put_missing(mine)
         finally:
@@ -106,7 +120,21 @@ class PutStep:
         for job, exists in zip(unsure, await self._transport.exists_at_all(all_keys(unsure)), strict=True):
             if exists:
                 self._exists(job)
-        await self._transport.each_batch([job for job in jobs if job.key in self._open], self._write_batch)
+        await self._write(jobs)
+
+    async def _write(self, jobs: Sequence[ChunkJob]) -> None:
+        """Write the jobs that are open; what a full store refuses is tried again until patience ends."""
+        deadline = time.monotonic() + self._patience
+        # Eviction makes room within milliseconds, an expiring lease within seconds.
+        pauses = itertools.chain(_PAUSES, itertools.repeat(_PAUSES[-1]))
+        while missing := [job for job in jobs if job.key in self._open]:
+            await self._transport.each_batch(missing, self._write_batch)
+            refused = [job for job in missing if job.key in self._open]
+            if time.monotonic() > deadline:
+                for job in refused:
+                    self._failed(job, _FULL)
+            elif refused:
+                await asyncio.sleep(next(pauses) * random.uniform(0.5, 1.0))  # noqa: S311 - spreads the attempts
 
     async def _write_batch(self, batch: Sequence[ChunkJob]) -> None:
         pairs = []
@@ -116,6 +144,8 @@ class PutStep:
                 self._has_no_bytes(job)
             else:
                 pairs.append((job, payload))
+        if not pairs:
+            return
         value_format = self._transport.identity.value_format
 
         def framed() -> list[PutItem]:
@@ -129,6 +159,8 @@ class PutStep:
         stored = [job for (job, _), failure in zip(pairs, failures, strict=True) if failure is None]
         confirmed = await self._confirmed(stored)
         for (job, _), failure in zip(pairs, failures, strict=True):
+            if failure is not None and failure.kind == _FULL and failure.retriable:
+                continue  # stays open: the store may have room soon
             if failure is not None:
                 self._failed(job, failure.kind)
             elif job.key in confirmed:
@@ -165,7 +197,8 @@ class PutStep:
         return Tally(1, self._page_sizes[job.group])
 
     def _answer(self, job: ChunkJob, *, stored: bool) -> None:
-        """Tell those who wait for this put's claim on the key."""
-        claim = self._claims.pop(job.key, None)
+        """Tell those who wait for this put's claim on the key, if it has one."""
+        claim = self._own_claims.pop(job.key, None)
         if claim is not None:
+            del self._claims[job.key]
             claim.set_result(stored)

@@ -51,8 +51,9 @@ class PrefixHit:
     present: tuple[BoolArray, ...]
     #: The sequence's block hashes at the time: what the hit is of.
     block_hashes: tuple[bytes, ...]
-    #: Which cache was asked, under which ranks' keys.
+    #: Which cache was asked, of what shape, under which ranks' keys.
     cache_id: str
+    fingerprint: str
     key_ranks: tuple[Rank, ...]
     #: ``time.monotonic()`` of the question, in seconds.
     asked_at: float

@@ -87,7 +87,7 @@ class MemoryStore:
         if not value:
             return Failure("rejected", False, "an empty value cannot be stored")
         if self._capacity is not None and len(value) > self._capacity:
-            return Failure("full", True, f"a value of {len(value)} bytes is larger than the store of {self._capacity}")
+            return Failure("full", False, f"a value of {len(value)} bytes is larger than the store of {self._capacity}")
         self._drop(item.key)
         self._values[item.key] = value
         self._nbytes += len(value)

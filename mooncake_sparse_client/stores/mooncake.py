@@ -51,7 +51,8 @@ class MooncakeStore:
 
     @classmethod
     async def connect(cls, config: MooncakeConfig, *, timeout: float = 30.0) -> MooncakeStore:
-        """Probe the master, then set the native client up. ``timeout`` in seconds bounds each native call too.
+        """Probe the master, then set the native client up. The native library's own time-outs are set to
+        ``timeout`` seconds too, unless the user has set them; a call to a dead master still takes it some four.
 
         Raises ``ConnectError``, ``MissingLibraryError`` or ``ConfigError``.
         """
@@ -135,6 +136,7 @@ class MooncakeStore:
         Raises ``StoreTimeoutError`` when calls stay in flight for longer than the bound: the native client is
         then left open, since closing it under a call would end the process.
         """
+        self._check_process()
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -160,12 +162,16 @@ class MooncakeStore:
     def _check(self, keys: Sequence[str]) -> None:
         if self._closing is not None:
             raise ClientClosedError(f"the connection to {self._where} is closed; connect again")
+        self._check_process()
+        check_distinct(keys)
+
+    def _check_process(self) -> None:
+        # Not even closing is safe there: it would end the child.
         if self._pid != os.getpid():
             raise ForkedProcessError(
                 f"the connection to {self._where} was opened in process {self._pid} and cannot be used in its fork "
                 f"{os.getpid()}; connect in the child (start it by spawn, or connect after the fork)"
             )
-        check_distinct(keys)
 
     async def _run(self, pool: ThreadPoolExecutor, call: Callable[[], T], *, hold: bool = False) -> T:
         """Run a native call on ``pool``. ``hold``: it works on the caller's memory, so a cancelled wait goes

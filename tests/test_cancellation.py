@@ -1,0 +1,647 @@
+"""Cancelled calls: memory, keys, slots and tasks are let go of, and the client goes on. And closing, which is
+where calls in flight end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from store_contract import WrappedStore
+
+from mooncake_sparse_client import (
+    FullAttentionSpec,
+    GetItem,
+    KVCacheLayout,
+    Limits,
+    LocalMooncake,
+    MemoryStore,
+    MooncakeStore,
+    PutItem,
+    RemoveOutcome,
+    SlidingWindowSpec,
+    SparseStoreClient,
+    load_config,
+)
+from mooncake_sparse_client.errors import ClientClosedError, StoreTimeoutError
+from mooncake_sparse_client.stores.base import Failure
+from mooncake_sparse_client.waiting import held
+
+MIB = 1 << 20
+FS = KVCacheLayout([FullAttentionSpec(32, page_size_bytes=64), SlidingWindowSpec(8, 8, page_size_bytes=32)])
+LARGE = KVCacheLayout([FullAttentionSpec(16, page_size_bytes=4 * MIB)])
+LIMITS = Limits(max_batch_chunks=2, max_batch_keys=3, concurrency=2)
+
+
+def page(layout: KVCacheLayout, group: int, chunk: int) -> bytes:
+    return random.Random(f"{group}/{chunk}").randbytes(layout.page_sizes[group])
+
+
+def source_for(layout: KVCacheLayout) -> Any:
+    return lambda group, chunk: page(layout, group, chunk)
+
+
+def intact(got: Any, layout: KVCacheLayout) -> bool:
+    return all(bytes(view) == page(layout, *where) for where, view in got.chunks.items())
+
+
+def sink_for(layout: KVCacheLayout) -> Any:
+    rooms: dict[tuple[int, int], bytearray] = {}
+    return lambda group, chunk: rooms.setdefault((group, chunk), bytearray(layout.page_sizes[group]))
+
+
+def client_of(store: Any, layout: KVCacheLayout = FS, **settings: Any) -> SparseStoreClient:
+    return SparseStoreClient(
+        store, layout, **{"model_name": "m", "retention_interval": None, "limits": LIMITS, **settings}
+    )
+
+
+@pytest.fixture(autouse=True)
+async def nothing_left() -> AsyncIterator[None]:
+    """Every test ends with no task but its own."""
+    before = asyncio.all_tasks()
+    yield
+    await tasks_end(before)
+
+
+async def tasks_end(before: set[asyncio.Task[Any]] | None = None) -> None:
+    """Tasks that were left to end by themselves do, soon."""
+    mine = before or set()
+    async with asyncio.timeout(10):
+        while left := asyncio.all_tasks() - mine - {asyncio.current_task()}:
+            await asyncio.wait(left)
+
+
+async def settled(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def cancelled_after(call: Awaitable[Any], pause: Callable[[], Awaitable[None]]) -> bool:
+    """Start the call, pause, cancel it; whether it was cut off (it may have been done already)."""
+    task = asyncio.ensure_future(call)
+    await pause()
+    task.cancel()
+    try:
+        await asyncio.wait_for(asyncio.shield(task), 20)
+    except asyncio.CancelledError:
+        assert task.cancelled()
+        return True
+    return False
+
+
+class SlowStore(WrappedStore):
+    """Every call takes a few turns of the loop before and after it does its work."""
+
+    def __init__(self) -> None:
+        self.memory = MemoryStore()
+        super().__init__(self.memory)
+
+    async def _turns(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        await self._turns()
+        answer = await super().exists(keys)
+        await self._turns()
+        return answer
+
+    async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
+        await self._turns()
+        answer = await super().put(items)
+        await self._turns()
+        return answer
+
+    async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
+        await self._turns()
+        answer = await super().get(items)
+        await self._turns()
+        return answer
+
+    async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:
+        await self._turns()
+        return await super().remove(keys, force=force)
+
+
+class ThreadStore(WrappedStore):
+    """Like the native store: works on the caller's memory on a thread, which nothing interrupts.
+
+    A call waits there until ``gate`` opens, and is over when its memory is no longer touched.
+    """
+
+    def __init__(self) -> None:
+        self.memory = MemoryStore()
+        super().__init__(self.memory)
+        self.pool = ThreadPoolExecutor(4)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = 0
+        self.done = 0
+
+    async def _on_thread(self, work: Callable[[], Any]) -> Any:
+        def call() -> Any:
+            self.begun += 1
+            assert self.gate.wait(20)
+            try:
+                return asyncio.run(work())
+            finally:
+                self.done += 1
+
+        return await held(self.pool.submit(call))
+
+    async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
+        answer: list[Failure | None] = await self._on_thread(lambda: self.memory.put(items))
+        return answer
+
+    async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
+        answer: list[Failure | None] = await self._on_thread(lambda: self.memory.get(items))
+        return answer
+
+
+async def check_usable(client: SparseStoreClient, layout: KVCacheLayout = FS) -> None:
+    """Every call still works, several at once, within a bound."""
+    async with asyncio.timeout(20):
+        sequence = client.sequence(range(500, 610))
+        results = await asyncio.gather(*(client.put(sequence, source_for(layout)) for _ in range(3)))
+        assert all(not result.failures for result in results)
+        hit = await client.lookup(sequence)
+        assert hit.hit_length == 109 // layout.alignment * layout.alignment
+        for got in await asyncio.gather(*(client.get(hit) for _ in range(3))):
+            assert got.hit_length == hit.hit_length
+            assert intact(got, layout)
+        assert (await client.exists(sequence))[0].all()
+        assert (await client.remove(sequence, force=True)).removed == results[0].written.chunks + (
+            results[0].existing.chunks
+        )
+
+
+CALLS: dict[str, Callable[[SparseStoreClient, Any], Awaitable[Any]]] = {
+    "lookup": lambda client, sequence: client.lookup(sequence),
+    "get": lambda client, sequence: client.get(sequence),
+    "get into": lambda client, sequence: client.get(sequence, into=sink_for(client.layout)),
+    "put": lambda client, sequence: client.put(
+        client.sequence(range(random.randrange(10**6), 10**6 + 100)[:100]), source_for(client.layout), confirm=True
+    ),
+    "put the same": lambda client, sequence: client.put(sequence, source_for(client.layout)),
+    "exists": lambda client, sequence: client.exists(sequence, all_chunks=True),
+    "remove": lambda client, sequence: client.remove(client.sequence(range(1, 101))),
+    "health": lambda client, sequence: client.health(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_call_may_be_cancelled_anywhere(name: str) -> None:
+    store = SlowStore()
+    async with client_of(store) as client:
+        sequence = client.sequence(range(100))
+        await client.put(sequence, source_for(FS))
+        cut = 0
+        for turns in range(60):
+
+            async def pause(turns: int = turns) -> None:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+
+            cut += await cancelled_after(CALLS[name](client, sequence), pause)
+        assert cut >= (1 if name == "health" else 5)
+        await tasks_end()
+        got = await client.get(sequence)
+        assert got.hit_length == 96
+        assert intact(got, FS)
+        await check_usable(client)
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_many_calls_may_be_cancelled_at_random(name: str) -> None:
+    """Fifty rounds of several calls side by side: a slot lost in any of them would block the last ones."""
+    store, dice = SlowStore(), random.Random(name)
+    async with client_of(store) as client:
+        sequence = client.sequence(range(100))
+        await client.put(sequence, source_for(FS))
+        for _ in range(50):
+
+            async def pause() -> None:
+                for _ in range(dice.randrange(40)):
+                    await asyncio.sleep(0)
+
+            await asyncio.gather(*(cancelled_after(CALLS[name](client, sequence), pause) for _ in range(4)))
+        await tasks_end()
+        await check_usable(client)
+
+
+async def test_a_timeout_of_the_callers_is_a_cancellation_too() -> None:
+    store = ThreadStore()
+    async with client_of(store) as client:
+        sequence = client.sequence(range(100))
+        await client.put(sequence, source_for(FS))
+        store.gate.clear()
+        with pytest.raises(TimeoutError) as caught:
+            async with asyncio.timeout(0.02):
+                await client.get(sequence)
+        assert not isinstance(caught.value, StoreTimeoutError)  # the caller's own, not the client's
+        store.gate.set()
+        assert (await client.get(sequence)).hit_length == 96
+
+
+# Memory
+
+
+async def test_a_read_into_the_callers_memory_is_over_when_it_raises() -> None:
+    store = ThreadStore()
+    async with client_of(store) as client:
+        sequence = client.sequence(range(100))
+        await client.put(sequence, source_for(FS))
+        rooms = {where: bytearray(FS.page_sizes[where[0]]) for where in [(0, 0), (0, 1), (0, 2), (1, 11)]}
+        store.gate.clear()
+        begun = store.begun
+        reading = asyncio.create_task(client.get(sequence, into=rooms))
+        await settled(lambda: store.begun > begun)
+        reading.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not reading.done()  # a thread has the caller's memory
+        store.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert store.begun == store.done
+        for room in rooms.values():
+            room[:] = b"\x5a" * len(room)
+        await asyncio.sleep(0.05)
+        assert all(set(room) == {0x5A} for room in rooms.values())
+
+
+async def test_a_write_from_the_callers_memory_is_over_when_it_raises() -> None:
+    store = ThreadStore()
+    async with client_of(store) as client:
+        sequence = client.sequence(range(100))
+        memory = {(0, chunk): bytearray(page(FS, 0, chunk)) for chunk in range(3)}
+        memory |= {(1, chunk): bytearray(page(FS, 1, chunk)) for chunk in (3, 7, 11)}
+        store.gate.clear()
+        writing = asyncio.create_task(client.put(sequence, memory))
+        await settled(lambda: store.begun > 0)
+        writing.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not writing.done()
+        store.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert store.begun == store.done
+        for room in memory.values():
+            room[:] = b"\x5a" * len(room)
+        # What was written before is whole; the rest is not there.
+        present = sum(int(mask.sum()) for mask in await client.exists(sequence))
+        assert 0 < present == len(store.memory.keys())
+        assert (await client.put(sequence, source_for(FS))).existing.chunks == present
+        got = await client.get(sequence)
+        assert (got.hit_length, got.failures) == (96, ())
+        assert intact(got, FS)
+
+
+async def test_a_read_into_memory_of_ours_ends_at_once() -> None:
+    """Nobody else has that memory, so nobody needs to wait for the thread."""
+    store = ThreadStore()
+    async with client_of(store, timeout=15.0) as client:
+        sequence = client.sequence(range(100))
+        await client.put(sequence, source_for(FS))
+        for _ in range(3):  # slots are free again although the threads are not
+            store.gate.clear()
+            begun = store.begun
+            reading = asyncio.create_task(client.get(sequence))
+            await settled(lambda begun=begun: store.begun > begun)  # type: ignore[misc]
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(reading, 10)
+            assert store.done < store.begun
+            store.gate.set()
+            assert (await client.get(sequence)).hit_length == 96
+        await tasks_end()
+        assert store.begun == store.done
+
+
+async def test_a_staged_read_ends_within_the_clients_timeout() -> None:
+    store = ThreadStore()
+    async with client_of(store, timeout=0.1) as client:
+        sequence = client.sequence(range(100))
+        await client.put(sequence, source_for(FS))
+        store.gate.clear()
+        with pytest.raises(StoreTimeoutError):
+            await asyncio.wait_for(client.get(sequence), 10)
+        assert store.done < store.begun
+        store.gate.set()
+
+
+# Keys that are being written
+
+
+class GatedStore(WrappedStore):
+    """Puts and questions wait for their gates."""
+
+    def __init__(self) -> None:
+        self.memory = MemoryStore()
+        super().__init__(self.memory)
+        self.gates = {"exists": asyncio.Event(), "put": asyncio.Event()}
+        self.waiting: list[str] = []
+        self.written: list[str] = []
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        self.waiting.append("exists")
+        await self.gates["exists"].wait()
+        return await super().exists(keys)
+
+    async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
+        self.waiting.append("put")
+        await self.gates["put"].wait()
+        self.written += [item.key for item in items]
+        return await super().put(items)
+
+
+@pytest.mark.parametrize("where", ["exists", "put"])
+async def test_the_keys_of_a_cancelled_put_are_free_again(where: str) -> None:
+    store = GatedStore()
+    async with client_of(store, limits=Limits()) as client:
+        if where == "put":
+            store.gates["exists"].set()
+        first = asyncio.create_task(client.put(client.sequence(range(100)), source_for(FS)))
+        await settled(lambda: where in store.waiting)
+        others = [asyncio.create_task(client.put(client.sequence(range(100)), source_for(FS))) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        store.gates["exists"].set()
+        store.gates["put"].set()
+        second, third = await asyncio.wait_for(asyncio.gather(*others), 10)
+        assert sorted([second.written.chunks, third.written.chunks]) == [0, 6]
+        assert sorted([second.existing.chunks, third.existing.chunks]) == [0, 6]
+        assert len(store.written) == 6
+
+
+async def test_a_cancelled_waiter_does_not_disturb_who_writes() -> None:
+    store = GatedStore()
+    store.gates["exists"].set()
+    async with client_of(store, limits=Limits()) as client:
+        first = asyncio.create_task(client.put(client.sequence(range(100)), source_for(FS)))
+        await settled(lambda: "put" in store.waiting)
+        waiters = [asyncio.create_task(client.put(client.sequence(range(100)), source_for(FS))) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        for waiter in waiters[:2]:
+            waiter.cancel()
+        cut = await asyncio.gather(*waiters[:2], return_exceptions=True)
+        assert all(isinstance(answer, asyncio.CancelledError) for answer in cut)
+        assert not first.done()
+        store.gates["put"].set()
+        assert (await first).written.chunks == 6
+        assert (await waiters[2]).existing.chunks == 6
+        assert len(store.written) == 6
+
+
+async def test_a_put_that_runs_out_of_time_frees_its_keys() -> None:
+    store = GatedStore()
+    store.gates["exists"].set()
+    async with client_of(store, timeout=0.1) as client:
+        with pytest.raises(StoreTimeoutError, match="0 chunks were written"):
+            await client.put(client.sequence(range(100)), source_for(FS))
+        store.gates["put"].set()
+        assert (await client.put(client.sequence(range(100)), source_for(FS))).written.chunks == 6
+
+
+# Closing
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "health"])
+@pytest.mark.parametrize("turns", [1, 4, 9, 15, 22])
+async def test_calls_that_run_while_the_client_closes_end_in_an_orderly_way(name: str, turns: int) -> None:
+    """With their result, or with the one error that says why."""
+    store = SlowStore()
+    client = client_of(store)
+    sequence = client.sequence(range(100))
+    await client.put(sequence, source_for(FS))
+    running = [asyncio.ensure_future(CALLS[name](client, sequence)) for _ in range(3)]
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await asyncio.wait_for(client.aclose(), 10)
+    with pytest.raises(ClientClosedError):
+        await client.lookup(sequence)
+    for answer in await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 10):
+        assert not isinstance(answer, BaseException) or isinstance(answer, ClientClosedError), answer
+    # Nothing half-written: what the store has is whole.
+    async with client_of(store) as other:
+        got = await other.get(sequence)
+        assert (got.hit_length, got.failures) == (96, ())
+        assert intact(got, FS)
+
+
+async def test_closing_waits_for_reads_that_were_left_to_end() -> None:
+    store = ThreadStore()
+    client = client_of(store)
+    sequence = client.sequence(range(100))
+    await client.put(sequence, source_for(FS))
+    store.gate.clear()
+    begun = store.begun
+    reading = asyncio.create_task(client.get(sequence))
+    await settled(lambda: store.begun > begun)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    closing = asyncio.create_task(client.aclose())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    store.gate.set()
+    await asyncio.wait_for(closing, 10)
+    assert store.begun == store.done
+
+
+async def test_closing_waits_no_longer_than_the_timeout() -> None:
+    store = ThreadStore()
+    client = client_of(store, timeout=0.1)
+    sequence = client.sequence(range(100))
+    await client.put(sequence, source_for(FS))
+    store.gate.clear()
+    with pytest.raises(StoreTimeoutError):
+        await client.get(sequence)
+    await asyncio.wait_for(client.aclose(), 10)
+    assert store.done < store.begun
+    store.gate.set()
+
+
+# The real store
+
+
+@pytest.fixture
+async def loaded(mooncake_store: MooncakeStore, fresh: str) -> AsyncIterator[tuple[SparseStoreClient, Any]]:
+    """A client whose reads and writes take milliseconds: 24 chunks of 4 MiB."""
+    settings: dict[str, Any] = {"model_name": fresh, "value_format": "raw", "limits": Limits(max_batch_chunks=4)}
+    async with client_of(mooncake_store, LARGE, **settings) as client:
+        sequence = client.sequence(range(16 * 6 + 1))
+        put = await client.put(sequence, source_for(LARGE))
+        assert put.written.chunks == 6
+        yield client, sequence
+        await client.remove(sequence, force=True)
+
+
+async def test_the_native_store_leaves_the_callers_memory_alone(loaded: tuple[SparseStoreClient, Any]) -> None:
+    client, sequence = loaded
+    rooms = {(0, chunk): bytearray(4 * MIB) for chunk in range(6)}
+    hit = await client.lookup(sequence)
+    dice, cut, pattern = random.Random(5), 0, b"\x5a" * (4 * MIB)
+
+    async def pause() -> None:
+        await asyncio.sleep(dice.random() * 0.006)
+
+    for _ in range(20):
+        cut += await cancelled_after(client.get(hit, into=rooms), pause)
+        for room in rooms.values():
+            room[:] = pattern
+        await asyncio.sleep(0.004)
+        assert all(room == pattern for room in rooms.values())
+    assert cut >= 3
+    got = await client.get(hit, into=rooms)
+    assert got.hit_length == 96
+    assert all(bytes(room) == page(LARGE, *where) for where, room in rooms.items())
+
+
+async def test_a_cancelled_put_to_the_native_store_stores_nothing_else(
+    mooncake_store: MooncakeStore, fresh: str
+) -> None:
+    """The caller's memory changes as soon as the put has raised; what is stored is what was there before."""
+    dice, cut = random.Random(6), 0
+    good = {(0, chunk): page(LARGE, 0, chunk) for chunk in range(3)}
+    for number in range(10):
+        async with client_of(mooncake_store, LARGE, model_name=f"{fresh}-{number}", timeout=20.0) as client:
+            sequence = client.sequence(range(49))
+            memory = {where: bytearray(content) for where, content in good.items()}
+
+            async def pause() -> None:
+                await asyncio.sleep(dice.random() * 0.012)
+
+            cut += await cancelled_after(client.put(sequence, memory), pause)
+            for room in memory.values():
+                room[:] = bytes(len(room))
+            got = await client.get(sequence)
+            assert got.failures == ()
+            assert all(bytes(view) == good[where] for where, view in got.chunks.items())
+            put = await client.put(sequence, good)
+            assert (put.written + put.existing).chunks == 3
+            assert put.failures == ()
+            assert (await client.get(sequence)).hit_length == 48
+            await client.remove(sequence, force=True)
+    assert cut >= 2
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_calls_to_the_native_store_may_be_cancelled_at_random(
+    mooncake_store: MooncakeStore, fresh: str, name: str
+) -> None:
+    dice = random.Random(name)
+    async with client_of(mooncake_store, model_name=fresh) as client:
+        sequence = client.sequence(range(100))
+        await client.put(sequence, source_for(FS))
+
+        async def pause() -> None:
+            if turns := dice.randrange(6):
+                await asyncio.sleep(0.0004 * turns)
+
+        for _ in range(50):
+            await asyncio.gather(*(cancelled_after(CALLS[name](client, sequence), pause) for _ in range(3)))
+        await tasks_end()
+        got = await client.get(sequence)
+        assert (got.hit_length, got.failures) == (96, ())
+        assert intact(got, FS)
+        await check_usable(client)
+    assert (await mooncake_store.health()).ok
+
+
+async def children() -> set[psutil.Process]:
+    return await asyncio.to_thread(lambda: set(psutil.Process().children(recursive=True)))
+
+
+async def gone(before: set[psutil.Process]) -> None:
+    async with asyncio.timeout(20):
+        while await children() - before:
+            await asyncio.sleep(0.05)
+
+
+async def test_a_store_closes_after_the_calls_in_flight(master: LocalMooncake) -> None:
+    """Closing it under a running call would end the process."""
+    config = load_config(
+        "embedded",
+        master_server_address=master.master_address,
+        global_segment_size=64 * MIB,
+        local_hostname="127.0.0.1",
+        environ={},
+    )
+    store = await MooncakeStore.connect(config)
+    content = np.zeros(16 * MIB, np.uint8)
+    await store.put([PutItem("large", (content.data,))])
+    room = np.ones(16 * MIB, np.uint8)
+    calls: list[asyncio.Task[Any]] = [
+        asyncio.create_task(store.get([GetItem("large", (room.data,))])),
+        asyncio.create_task(store.put([PutItem("other", (content.data,))])),
+        asyncio.create_task(store.exists([str(number) for number in range(1000)])),
+    ]
+    abandoned = asyncio.create_task(store.exists([str(number) for number in range(5000)]))
+    await asyncio.sleep(0)
+    abandoned.cancel()
+    closing = [asyncio.create_task(store.aclose()) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ClientClosedError):
+        await store.exists(["large"])
+    closing[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing[0]
+    assert await calls[0] == [None]
+    assert not room.any()
+    assert await calls[1] == [None]
+    assert len(await calls[2]) == 1000
+    await closing[1]
+    await store.aclose()
+    await asyncio.gather(abandoned, return_exceptions=True)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 5])
+async def test_a_cancelled_close_still_closes(native_library: None, turns: int) -> None:
+    before = await children()
+    client = SparseStoreClient.local(FS, model_name="m", segment_size="16MB", timeout=20.0)
+    await client.__aenter__()
+    await client.put(client.sequence(range(100)), source_for(FS))
+    closing = asyncio.create_task(client.aclose())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(ClientClosedError):
+        await client.health()
+    await client.aclose()
+    await gone(before)
+
+
+async def test_whoever_closes_second_waits_for_the_end(native_library: None) -> None:
+    before = await children()
+    client = SparseStoreClient.local(FS, model_name="m", segment_size="16MB")
+    await client.__aenter__()
+    first = asyncio.create_task(client.aclose())
+    await asyncio.sleep(0)
+    await client.aclose()
+    assert await children() <= before
+    await first
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.08, 0.12, 0.2])
+async def test_a_cancelled_start_leaves_nothing(native_library: None, delay: float) -> None:
+    before = await children()
+    client = SparseStoreClient.local(FS, model_name="m", segment_size="16MB")
+    opening = asyncio.create_task(client.__aenter__())
+    await asyncio.sleep(delay)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    await client.aclose()
+    await gone(before)
