@@ -80,7 +80,7 @@ async def precompute(client: SparseStoreClient, path: Path) -> Totals:
         totals.hit_tokens += hit.hit_length
         totals.written += put.written
         totals.existing += put.existing
-        totals.failed += put.failed
+        totals.failed += put.failed + put.unavailable  # a producer that has no bytes is no success here
     return totals
 
 

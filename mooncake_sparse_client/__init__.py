@@ -1,10 +1,11 @@
 """Asyncio client for a KV cache in a Mooncake store. Start with ``SparseStoreClient``."""
 
-from .chunks import Sink, Source
+from .chunks import Buffer, ChunkBuffers, Sink, Source
 from .client import SparseStoreClient
 from .config import FROM_ENV, Limits, MooncakeConfig, load_config
-from .core.hashing import BlockHasher
-from .core.keys import KeySchema, chunk_name
+from .config_values import Mode
+from .core.hashing import BlockHasher, HashAlgorithm, TokenIds
+from .core.keys import KeySchema, Rank, chunk_name
 from .core.layout import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -20,6 +21,8 @@ from .core.presets import PRESETS, layout_for
 from .core.results import ChunkFailure, GetResult, Health, PutResult, RemoveResult
 from .core.sequence import TokenSequence
 from .errors import SparseStoreError
+from .identity import Profile
+from .settings import WhenDown
 from .stores.base import Failure, GetItem, PutItem, RemoveOutcome, Store
 from .stores.local import LocalMooncake
 from .stores.memory import MemoryStore
@@ -31,6 +34,8 @@ __all__ = [
     "FROM_ENV",
     "PRESETS",
     "BlockHasher",
+    "Buffer",
+    "ChunkBuffers",
     "ChunkFailure",
     "ChunkedLocalAttentionSpec",
     "Failure",
@@ -38,6 +43,7 @@ __all__ = [
     "GetItem",
     "GetResult",
     "GroupSpec",
+    "HashAlgorithm",
     "Health",
     "KVCacheLayout",
     "KeySchema",
@@ -45,13 +51,16 @@ __all__ = [
     "LocalMooncake",
     "MambaSpec",
     "MemoryStore",
+    "Mode",
     "MooncakeConfig",
     "MooncakeStore",
     "PrefixHit",
     "PrefixReport",
+    "Profile",
     "PutItem",
     "PutPlan",
     "PutResult",
+    "Rank",
     "RemoveOutcome",
     "RemoveResult",
     "Sink",
@@ -61,7 +70,9 @@ __all__ = [
     "SparseStoreError",
     "Store",
     "Tally",
+    "TokenIds",
     "TokenSequence",
+    "WhenDown",
     "chunk_name",
     "explain_prefix",
     "layout_for",

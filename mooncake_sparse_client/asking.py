@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,7 +15,10 @@ from .core.results import RemoveResult
 from .stores.base import RemoveOutcome
 from .transfer import Transport
 
-Hashes = tuple[bytes, ...]
+Hashes: TypeAlias = tuple[bytes, ...]
+KeysOf: TypeAlias = Callable[[Sequence[bytes], int, Sequence[int]], list[str]]
+#: More keys than this are built on a thread: a microsecond each adds up for the event loop.
+_KEYS_INLINE = 4096
 
 
 class Asker:
@@ -70,7 +74,7 @@ class Asker:
             block_hashes=hashes,
             cache_id=schema.cache_id,
             fingerprint=self._identity.value_format.fingerprint,
-            key_ranks=schema.key_ranks,
+            key_ranks=schema.lookup_ranks,
             asked_at=asked_at,
             keys_asked=keys_asked,
         )
@@ -96,27 +100,40 @@ class Asker:
 
     async def remove(self, hashes: Hashes, num_tokens: int, *, force: bool) -> RemoveResult:
         layout = self._identity.layout
-        keys = [
-            key
-            for group, spec in enumerate(layout.groups)
-            for key in self._identity.keys.own_keys(hashes, group, range(layout.align(num_tokens) // spec.block_size))
-        ]
+        everything = [range(layout.align(num_tokens) // spec.block_size) for spec in layout.groups]
+        keys = await self._keys(self._identity.keys.own_keys, hashes, everything)
 
         async def remove(batch: Sequence[str]) -> list[RemoveOutcome]:
             return await self._transport.store.remove(batch, force=force)
 
         outcomes = await self._transport.in_key_batches(keys, remove)
-        return RemoveResult(*(outcomes.count(outcome) for outcome in RemoveOutcome))
+        for key, outcome in zip(keys, outcomes, strict=True):
+            if outcome is not RemoveOutcome.LEASED:
+                self._transport.ledger.clear(key)  # whatever comes to be there is another value
+        return RemoveResult(
+            removed=outcomes.count(RemoveOutcome.REMOVED),
+            absent=outcomes.count(RemoveOutcome.ABSENT),
+            leased=outcomes.count(RemoveOutcome.LEASED),
+        )
+
+    async def _keys(self, build: KeysOf, hashes: Hashes, chunks: Sequence[Sequence[int]]) -> list[str]:
+        """Keys of ``chunks``, a sequence a group; very many are built on a thread."""
+
+        def built() -> list[str]:
+            return [key for group, some in enumerate(chunks) for key in build(hashes, group, some)]
+
+        few = sum(map(len, chunks)) <= _KEYS_INLINE
+        return built() if few else await self._transport.compute(built)
 
     async def _ask(self, questions: Sequence[BoolArray], hashes: Hashes, present: Sequence[BoolArray]) -> int:
         """Set ``present`` where every rank's key is there; returns how many keys were asked for."""
         builder = self._identity.keys
         chunks = [np.flatnonzero(mask) for mask in questions]
-        keys = [key for group, some in enumerate(chunks) for key in builder.ranked_keys(hashes, group, some.tolist())]
+        keys = await self._keys(builder.ranked_keys, hashes, [some.tolist() for some in chunks])
         if not keys:
             return 0
         answers = np.array(await self._transport.exists(keys), dtype=np.bool_)
-        ranks = len(builder.schema.key_ranks)
+        ranks = len(builder.schema.lookup_ranks)
         everywhere = np.logical_and.reduce(answers.reshape(-1, ranks), axis=1)
         first = 0
         for group, some in enumerate(chunks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from operator import index
 from typing import Final, TypeVar
@@ -17,7 +18,7 @@ _MOST: Final = (1 << 63) - 1
 def whole_number(value: object, name: str, error: type[SparseStoreError], *, least: int = 0) -> int:
     """``value`` as a plain int from ``least`` to 2^63 - 1. NumPy's ints are ints, a bool is none."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise error(f"{name} must be an int, not {value!r}")
+        raise error(f"{name} must be an int, not {reprlib.repr(value)}")
     number = index(value)
     if number < least:
         bound = f"be at least {least}" if least else "not be negative"
@@ -30,7 +31,7 @@ def whole_number(value: object, name: str, error: type[SparseStoreError], *, lea
 def plain_text(value: object, name: str, error: type[SparseStoreError], *, may_be_empty: bool = False) -> str:
     """``value`` as a plain str that can be written as UTF-8."""
     if not isinstance(value, str):
-        raise error(f"{name} must be text, not {value!r}")
+        raise error(f"{name} must be text, not {reprlib.repr(value)}")
     if not value and not may_be_empty:
         raise error(f"{name} must not be empty")
     try:
@@ -44,5 +45,5 @@ def plain_text(value: object, name: str, error: type[SparseStoreError], *, may_b
 def items_of(values: Iterable[T], name: str, error: type[SparseStoreError]) -> list[T]:
     """``values`` as a list; text is not taken for a list of letters."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise error(f"{name} must be a list or tuple, not {values!r}")
+        raise error(f"{name} must be a list or tuple, not {reprlib.repr(values)}")
     return list(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ from .errors import InvalidBufferError
 #: Plain, C-contiguous bytes in memory.
 Buffer: TypeAlias = "bytes | bytearray | memoryview | NDArray[np.generic] | array[int] | array[float] | mmap.mmap"
 #: A chunk in one piece, or in several that stand for one after another (K and V, or a piece a layer).
-ChunkBuffers: TypeAlias = "Buffer | Sequence[Buffer]"
+ChunkBuffers: TypeAlias = "Buffer | list[Buffer] | tuple[Buffer, ...]"
 #: Asked for ``(group, chunk)``; None, or an absent key: the chunk's bytes are not to be had.
 Source: TypeAlias = "Callable[[int, int], ChunkBuffers | None] | Mapping[tuple[int, int], ChunkBuffers]"
 #: Asked for ``(group, chunk)``: writable memory of exactly the group's page size.
@@ -51,6 +51,32 @@ def open_sink(sink: Sink, group: int, chunk: int, nbytes: int) -> tuple[memoryvi
     if any(view.readonly for view in views):
         raise InvalidBufferError(f"{what} is read-only; give writable memory such as a bytearray or an array")
     return views
+
+
+class SinkPlaces:
+    """The memory that one get reads into: no two chunks may share any of it."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[int, int]] = {}
+
+    def take(self, views: Mapping[tuple[int, int], tuple[memoryview, ...]]) -> None:
+        """Note where a batch's chunks go. Raises ``InvalidBufferError`` for chunks that would meet: the bytes of
+        one would be found under the other, and taken for damage of what is stored."""
+        places = sorted((address_of(view), view.nbytes, where) for where, some in views.items() for view in some)
+        last_end, last_owner = 0, (-1, -1)
+        for start, nbytes, where in places:
+            other = last_owner if start < last_end else self._owners.get(start, where)
+            if other != where or start < last_end:
+                raise InvalidBufferError(
+                    f"the sink's buffers for (group, chunk) {other} and {where} overlap; give each its own memory"
+                )
+            self._owners[start] = where
+            last_end, last_owner = start + nbytes, where
+
+
+def address_of(view: memoryview) -> int:
+    """Where a view's bytes begin, writable or not."""
+    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def _views(found: ChunkBuffers, what: str, nbytes: int) -> tuple[memoryview, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Coroutine, Sequence
 
 from numpy.typing import ArrayLike
 
@@ -43,6 +44,7 @@ class SparseStoreClient(ClientLifecycle):
         prompt_embeds: ArrayLike | None = None,
     ) -> TokenSequence:
         """A request's tokens, and what else names its prefixes; see ``TokenSequence``."""
+        self._check_not_closed()
         return TokenSequence(
             self.hasher,
             token_ids,
@@ -78,24 +80,28 @@ class SparseStoreClient(ClientLifecycle):
         self._check_open()
         if into is not None:
             check_source(into)
-        if self.keys.rank not in self.keys.key_ranks:
+        if self.keys.rank not in self.keys.lookup_ranks:
             raise InvalidRequestError(
-                f"this client's own rank {self.keys.rank} is not among its key_ranks {self.keys.key_ranks}: "
+                f"this client's own rank {self.keys.rank} is not among its key_ranks {self.keys.lookup_ranks}: "
                 "it may look up, but the chunks of its own rank were never asked for"
             )
-        hit = self._asker.nothing((), 0, 0) if isinstance(hit_or_sequence, TokenSequence) else hit_or_sequence
-        self._check_hit(hit)
+        if isinstance(hit_or_sequence, TokenSequence):
+            hashes, num_tokens = await self._hashes(hit_or_sequence)
+            hit = self._asker.nothing(hashes, num_tokens, 0)
+        else:
+            hashes, num_tokens, hit = (), 0, hit_or_sequence
+            self._check_hit(hit)
         try:
             async with self._bounded("reading a hit"):
                 if isinstance(hit_or_sequence, TokenSequence):
-                    hit = await self._asker.lookup(*await self._hashes(hit_or_sequence), 0)
+                    hit = await self._asker.lookup(hashes, num_tokens, 0)
                 return await self._reader.get(hit, await self._asker.present_now(hit), into)
         except _OUT_OF_REACH as error:
             if self._when_down == "raise":
                 raise
             return self._reader.nothing(hit, error.kind)
 
-    async def put(
+    def put(
         self,
         sequence: TokenSequence,
         source: Source,
@@ -106,7 +112,7 @@ class SparseStoreClient(ClientLifecycle):
         start_token: int = 0,
         boundaries: Sequence[int] = (),
         confirm: bool = False,
-    ) -> PutResult:
+    ) -> Coroutine[None, None, PutResult]:
         """Write the chunks of the sequence that a later hit could reach and the store lacks.
 
         ``source``: ``(group, chunk) -> buffer(s) or None`` as a callable or mapping, asked only for those
@@ -116,11 +122,40 @@ class SparseStoreClient(ClientLifecycle):
         ``start_token``: the last result's ``end_token`` when one request puts in steps. ``boundaries``: token
         positions that later requests will part at. ``confirm``: ask again before a chunk counts as written.
 
+        The sequence is taken as long as it is when this is called, whenever the put is awaited: tokens that it
+        grows by meanwhile have no cache yet. What the source hands out must stay as it is until the put is over.
+
         Raises ``InvalidRequestError`` and ``InvalidBufferError``; a chunk that the store refuses is counted
         as ``failed``.
         """
+        length = len(sequence) if isinstance(sequence, TokenSequence) else 0
+        return self._put(
+            sequence,
+            length,
+            source,
+            hit=hit,
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            start_token=start_token,
+            boundaries=boundaries,
+            confirm=confirm,
+        )
+
+    async def _put(
+        self,
+        sequence: TokenSequence,
+        length: int,
+        source: Source,
+        *,
+        hit: PrefixHit | None,
+        num_tokens: int | None,
+        num_prompt_tokens: int | None,
+        start_token: int,
+        boundaries: Sequence[int],
+        confirm: bool,
+    ) -> PutResult:
         check_source(source)
-        hashes, length = await self._hashes(sequence)
+        hashes, _ = await self._hashes(sequence, length)
         plan = self._plan(
             hashes,
             length,
@@ -130,8 +165,7 @@ class SparseStoreClient(ClientLifecycle):
             start_token=start_token,
             boundaries=boundaries,
         )
-        # Half of the time is for a full store to make room; what it refuses still is then reported, not cut off.
-        step = self._writer.step(plan, hashes, source, confirm=confirm, patience=self._timeout / 2)
+        step = self._writer.step(plan, hashes, source, confirm=confirm, patience=self._patience)
         try:
             async with self._bounded(f"putting tokens {plan.start_token} to {plan.end_token}", step.so_far):
                 await step.run()
@@ -152,6 +186,7 @@ class SparseStoreClient(ClientLifecycle):
         boundaries: Sequence[int] = (),
     ) -> PutPlan:
         """What ``put`` would keep, decided without asking the store."""
+        self._check_not_closed()
         self._check_sequence(sequence)
         return self._plan(
             sequence.block_hashes,
@@ -224,20 +259,26 @@ class SparseStoreClient(ClientLifecycle):
         except StoreTimeoutError as error:
             return Health(ok=False, kind=error.kind, detail=str(error))
 
-    async def _hashes(self, sequence: TokenSequence) -> tuple[tuple[bytes, ...], int]:
-        """The sequence's block hashes, and its length, which belong together."""
+    async def _hashes(self, sequence: TokenSequence, length: int | None = None) -> tuple[tuple[bytes, ...], int]:
+        """The block hashes of the sequence's first ``length`` tokens (now: all), and that number."""
         self._check_open()
         self._check_sequence(sequence)
-        num_tokens = len(sequence)
+        num_tokens = len(sequence) if length is None else length
         if sequence.unhashed_tokens > _HASH_INLINE_TOKENS:
             hashes = await self._transport.compute(lambda: sequence.block_hashes)
         else:
             hashes = sequence.block_hashes
         return hashes[: num_tokens // self.hasher.block_size], num_tokens
 
+    @property
+    def _patience(self) -> float:
+        """Seconds for a full store to make room: a lease must have run out by then, and time be left to say so."""
+        lease = self._transport.store.lease_seconds
+        return self._timeout / 2 if lease is None else min(self._timeout / 2, lease + 1)
+
     def _check_sequence(self, sequence: TokenSequence) -> None:
         if not isinstance(sequence, TokenSequence):
-            raise InvalidRequestError(f"expected a sequence made by client.sequence(...), not {sequence!r}")
+            raise InvalidRequestError(f"expected a sequence made by client.sequence(...), not {reprlib.repr(sequence)}")
         if sequence.hasher != self.hasher:
             raise InvalidRequestError(
                 f"the sequence is hashed by {sequence.hasher}, this client's keys by {self.hasher}"
@@ -245,15 +286,10 @@ class SparseStoreClient(ClientLifecycle):
 
     def _check_hit(self, hit: PrefixHit) -> None:
         if not isinstance(hit, PrefixHit):
-            raise InvalidRequestError(f"expected the PrefixHit of a lookup, or a sequence, not {hit!r}")
+            raise InvalidRequestError(f"expected the PrefixHit of a lookup, or a sequence, not {reprlib.repr(hit)}")
         if hit.cache_id != self.keys.cache_id:
             raise InvalidRequestError(
                 f"the hit is of the cache {hit.cache_id!r}, this client's is {self.keys.cache_id!r}"
-            )
-        if hit.fingerprint != self.fingerprint:
-            raise InvalidRequestError(
-                "the hit is of a client with another layout, dtype, revision or hasher; look up with this client, "
-                "or with one made alike"
             )
         if hit.fingerprint != self.fingerprint:
             raise InvalidRequestError(

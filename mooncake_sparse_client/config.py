@@ -9,26 +9,33 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, TypedDict
+from typing import Final, TypedDict, Unpack
 
 from .checks import whole_number
+from .config_values import (
+    CONFIG_PATH_VARIABLE,
+    Mode,
+    Setting,
+    checked_address,
+    checked_metadata,
+    checked_mode,
+    checked_protocol,
+    checked_seconds,
+    checked_segment,
+    checked_text,
+    parse_size,
+)
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Mode: TypeAlias = Literal["embedded", "remote"]
-
-CONFIG_PATH_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
 RETENTION_VARIABLES: Final = ("MOONCAKE_SPARSE_RETENTION_INTERVAL", "VLLM_PREFIX_CACHE_RETENTION_INTERVAL")
-#: The native store refuses a smaller segment, and is left half alive by it.
-MIN_SEGMENT_BYTES: Final = 16 << 20
 DEFAULT_LOCAL_BUFFER: Final = 16 << 20
 DEFAULT_SEGMENT: Final = 1 << 30
 
@@ -42,6 +49,7 @@ _VARIABLES: Final[Mapping[str, str]] = {
     "local_buffer_size": "MOONCAKE_LOCAL_BUFFER_SIZE",
     "tenant_id": "MOONCAKE_TENANT_ID",
     "local_hostname": "MOONCAKE_LOCAL_HOSTNAME",
+    "lease_seconds": "MOONCAKE_SPARSE_LEASE_SECONDS",
 }
 #: What files written for others of the field may hold, and what means nothing here.
 _FOREIGN_KEYS: Final = frozenset(
@@ -51,7 +59,6 @@ _FOREIGN_KEYS: Final = frozenset(
         *("check_server", "transfer_timeout", "prefer_local_alloc", "prefer_cross_layer_blocks", "extra_config"),
     )
 )
-_UNITS: Final = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 
 
 class FromEnv(Enum):
@@ -77,7 +84,7 @@ class MooncakeSettings(TypedDict, total=False):
     local_buffer_size: int | str
     tenant_id: str
     local_hostname: str
-    lease_seconds: float
+    lease_seconds: float | str
 
 
 _ARGUMENTS: Final = frozenset(MooncakeSettings.__annotations__)
@@ -147,22 +154,6 @@ class Retention:
     origin: str
 
 
-def parse_size(value: int | str, origin: str) -> int:
-    """Bytes from an int or from text such as ``"4GB"``, ``"0.5 GiB"`` or ``"64mb"`` (powers of 1024).
-
-    Raises ``ConfigError`` that names ``origin``.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        unit = match[2].upper().replace("IB", "B") if match else None
-        factor = None if unit is None else _UNITS.get(unit, _UNITS.get(unit + "B"))
-        if match and factor is not None and len(match[1]) <= 20:
-            return int(float(match[1]) * factor)
-    raise ConfigError(f"{origin} is {value!r}; a size is a number of bytes, or text such as '512MB' or '4GB'")
-
-
 def load_retention(given: int | FromEnv | None = FROM_ENV, environ: Mapping[str, str] | None = None) -> Retention:
     """The client's retention interval: the argument, else the first of ``RETENTION_VARIABLES`` that is set.
 
@@ -175,7 +166,7 @@ def load_retention(given: int | FromEnv | None = FROM_ENV, environ: Mapping[str,
         text = environ.get(variable)
         if text is None:
             continue
-        if not re.fullmatch(r"[0-9]+", text.strip()):
+        if not re.fullmatch(r"[0-9]{1,18}", text.strip()):
             raise ConfigError(
                 f"{variable} is {text!r}; set it to a number of tokens (0 keeps no periodic boundary), "
                 "or unset it to keep every boundary"
@@ -189,7 +180,7 @@ def load_config(
     *,
     config: MooncakeConfig | str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
-    **settings: object,
+    **settings: Unpack[MooncakeSettings],
 ) -> MooncakeConfig:
     """Gather and check the settings: ``settings`` (see ``MooncakeSettings``), environment, file, defaults.
 
@@ -197,10 +188,12 @@ def load_config(
     which leaves environment and file aside. Raises ``ConfigError``. Reads a file: call it on a thread.
     """
     environ = os.environ if environ is None else environ
-    found: dict[str, tuple[object, str]] = {}
+    found: dict[str, Setting] = {}
     if isinstance(config, MooncakeConfig):
         found |= {field.name: (getattr(config, field.name), f"config.{field.name}") for field in fields(config)}
     else:
+        if config is not None and not isinstance(config, str | os.PathLike):
+            raise ConfigError(f"config must be a MooncakeConfig or a file's path, not {config!r}")
         if path := config or environ.get(CONFIG_PATH_VARIABLE):
             found |= _read_file(Path(path))
         found |= {name: (environ[variable], variable) for name, variable in _VARIABLES.items() if environ.get(variable)}
@@ -211,7 +204,7 @@ def load_config(
     return _checked(found)
 
 
-def _read_file(path: Path) -> dict[str, tuple[object, str]]:
+def _read_file(path: Path) -> dict[str, Setting]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -235,94 +228,20 @@ def _near(name: str) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _checked(found: Mapping[str, tuple[object, str]]) -> MooncakeConfig:
-    def text(name: str, default: str = "") -> str:
-        value, origin = found.get(name, (default, ""))
-        if not isinstance(value, str):
-            raise ConfigError(f"{origin} must be text, not {value!r}")
-        return value.strip()
+def _checked(found: Mapping[str, Setting]) -> MooncakeConfig:
+    def setting(name: str, default: object) -> Setting:
+        return found.get(name, (default, name))
 
-    def size(name: str, default: int) -> int:
-        value, origin = found.get(name, (default, ""))
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ConfigError(f"{origin} is {value!r}; a size is a number of bytes, or text such as '4GB'")
-        return parse_size(value, origin)
-
-    mode = _checked_mode(*found.get("mode", ("remote", "")))
+    mode = checked_mode(*setting("mode", "remote"))
     return MooncakeConfig(
-        master_server_address=_checked_address(*found.get("master_server_address", ("", ""))),
+        master_server_address=checked_address(*setting("master_server_address", "")),
         mode=mode,
-        metadata_server=_checked_metadata(
-            text("metadata_server", "P2PHANDSHAKE"), found.get("metadata_server", ("", ""))[1]
-        ),
-        protocol=_checked_protocol(*found.get("protocol", ("tcp", ""))),
-        device_name=text("device_name"),
-        global_segment_size=_checked_segment(mode, size("global_segment_size", DEFAULT_SEGMENT), found),
-        local_buffer_size=size("local_buffer_size", DEFAULT_LOCAL_BUFFER),
-        tenant_id=text("tenant_id", "default"),
-        local_hostname=text("local_hostname"),
-        lease_seconds=_checked_lease(*found.get("lease_seconds", (5.0, ""))),
+        metadata_server=checked_metadata(*setting("metadata_server", "P2PHANDSHAKE")),
+        protocol=checked_protocol(*setting("protocol", "tcp")),
+        device_name=checked_text(*setting("device_name", "")),
+        global_segment_size=checked_segment(mode, *setting("global_segment_size", DEFAULT_SEGMENT)),
+        local_buffer_size=parse_size(*setting("local_buffer_size", DEFAULT_LOCAL_BUFFER)),
+        tenant_id=checked_text(*setting("tenant_id", "default")),
+        local_hostname=checked_text(*setting("local_hostname", "")),
+        lease_seconds=checked_seconds(*setting("lease_seconds", 5.0)),
     )
-
-
-def _checked_mode(value: object, origin: str) -> Mode:
-    # vLLM's word for a store whose memory other processes hold.
-    if value in ("remote", "standalone-store"):
-        return "remote"
-    if value == "embedded":
-        return "embedded"
-    raise ConfigError(f"{origin} is {value!r}; the mode is 'remote' or 'embedded'")
-
-
-def _checked_address(value: object, origin: str) -> str:
-    if not value:
-        raise ConfigError(
-            "no master address: pass master_server_address='host:port', set MOONCAKE_MASTER, or name a file "
-            f"in {CONFIG_PATH_VARIABLE}. `python -m mooncake_sparse_client serve` starts a local one"
-        )
-    pattern = r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})"
-    match = re.fullmatch(pattern, value.strip()) if isinstance(value, str) else None
-    if match is None or not 1 <= int(match[2]) <= 65535:
-        raise ConfigError(f"{origin} is {value!r}; the master's address is 'host:port', such as '127.0.0.1:50051'")
-    return match[0]
-
-
-def _checked_metadata(value: str, origin: str) -> str:
-    if value.upper() == "P2PHANDSHAKE":
-        return "P2PHANDSHAKE"  # the native library takes another spelling for the name of an etcd host
-    if value.lower().startswith("redis:"):
-        raise ConfigError(f"{origin} is {value!r}: redis makes the native library end the process; use P2PHANDSHAKE")
-    if not value:
-        raise ConfigError(f"{origin} is empty; use P2PHANDSHAKE, etcd://... or http://...")
-    return value
-
-
-def _checked_protocol(value: object, origin: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{origin} must be text, not {value!r}")
-    if value.lower() != "tcp":
-        raise ConfigError(
-            f"{origin} is {value!r}; this version moves bytes over 'tcp' only: other protocols need memory that is "
-            "registered with the device, and would fall back to TCP without a word"
-        )
-    return "tcp"
-
-
-def _checked_lease(value: object, origin: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{origin} is {value!r}; a lease is a positive number of seconds")
-    return float(value)
-
-
-def _checked_segment(mode: Mode, size: int, found: Mapping[str, tuple[object, str]]) -> int:
-    value, origin = found.get("global_segment_size", (0, ""))
-    if mode == "remote":
-        # A file or environment shared with embedded processes may name a size; it is not for this client.
-        if value and origin.startswith("argument"):
-            raise ConfigError(f"{origin} is {value!r}, but mode 'remote' lends no memory; use mode='embedded'")
-        return 0
-    if size < MIN_SEGMENT_BYTES:
-        raise ConfigError(
-            f"{origin or 'global_segment_size'} is {size} bytes; the native store wants at least {MIN_SEGMENT_BYTES}"
-        )
-    return size

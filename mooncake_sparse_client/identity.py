@@ -10,7 +10,7 @@ from .core.framing import ValueFormat, ValueFormatName
 from .core.hashing import BlockHasher, HashAlgorithm
 from .core.keys import KeyBuilder, KeySchema, fingerprint
 from .core.layout import KVCacheLayout
-from .errors import ConfigError, InvalidHasherError, InvalidKeyError
+from .errors import ConfigError, InvalidHasherError, InvalidKeyError, InvalidLayoutError
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,17 @@ def resolve_identity(
     name = value_format or _FORMAT[profile]
     if name not in get_args(ValueFormatName):
         raise ConfigError(f"value_format is {value_format!r}; it is 'framed' or 'raw'")
+    if not isinstance(layout, KVCacheLayout):
+        raise InvalidLayoutError(f"layout must be a KVCacheLayout, not {layout!r}")
     _ = layout.page_sizes  # a client must know the bytes of every chunk
     if profile == "vllm" and not layout.hash_block_size_given:
         layout = layout.with_hash_block_size(layout.common_block_size)
-    hasher = hasher or BlockHasher(layout.hash_block_size, _ALGORITHM[profile])
+    if hasher is None:
+        hasher = BlockHasher(layout.hash_block_size, _ALGORITHM[profile])
+    if not isinstance(hasher, BlockHasher):
+        raise InvalidHasherError(f"hasher must be a BlockHasher, not {hasher!r}")
+    if profile == "vllm" and hasher.algorithm == "sha256_packed":
+        logger.warning("packed hashes with the vllm profile: no fleet running vLLM computes them")
     if hasher.block_size != layout.hash_block_size:
         raise InvalidHasherError(
             f"the hasher's block_size is {hasher.block_size}, but the layout's chunks are named by hash blocks of "
@@ -86,6 +93,8 @@ def _schema(keys: KeySchema | None, model_name: str, profile: Profile, digits: s
         raise InvalidKeyError(f"model_name is {model_name!r}, but keys has {keys.model_name!r}; give one name")
     if keys.plain and profile == "native":
         logger.warning("plain keys with the native profile: a fleet running vLLM finds them only by profile='vllm'")
+    if keys.namespace and profile == "vllm":
+        logger.warning("a namespace with the vllm profile: no fleet running vLLM finds such keys")
     if keys.plain or keys.namespace or profile == "vllm":
         return keys
     return keys.with_namespace(f"@fp:{digits}")

@@ -11,13 +11,21 @@ from enum import Enum
 from typing import Self, Unpack
 
 from .asking import Asker
-from .config import FROM_ENV, FromEnv, Limits, Mode, MooncakeConfig, load_config, load_retention
+from .config import FROM_ENV, FromEnv, Limits, MooncakeConfig, load_config, load_retention
+from .config_values import Mode
 from .core.framing import ValueFormatName
 from .core.hashing import BlockHasher
 from .core.keys import KeySchema
 from .core.layout import KVCacheLayout
 from .core.masks import check_retention_interval
-from .errors import ClientClosedError, ConfigError, ForkedProcessError, InvalidRetentionError, StoreTimeoutError
+from .errors import (
+    ClientClosedError,
+    ConfigError,
+    ForkedProcessError,
+    InvalidRequestError,
+    InvalidRetentionError,
+    StoreTimeoutError,
+)
 from .identity import Profile, resolve_identity
 from .reading import Reader
 from .settings import (
@@ -34,7 +42,6 @@ from .settings import (
     split_settings,
 )
 from .stores.base import Store
-from .stores.throttle import ThrottledStore
 from .transfer import Transport
 from .waiting import settled
 from .writing import Writer
@@ -46,6 +53,7 @@ _DEFAULT_LIMITS = Limits()
 
 class _State(Enum):
     NEW = "not opened yet; use `async with client:`"
+    OPENING = "being opened by another task; wait for it"
     OPEN = "open"
     CLOSED = "closed; make a new one"
 
@@ -72,8 +80,11 @@ class ClientLifecycle:
     ) -> None:
         self._state = _State.NEW
         self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()
+        if not isinstance(limits, Limits):
+            raise ConfigError(f"limits must be a Limits, not {limits!r}")
         self._limits = limits
         self._timeout = checked_timeout(timeout)
         self._when_down = checked_when_down(when_down)
@@ -150,8 +161,6 @@ class ClientLifecycle:
                 f"the layout's largest chunk takes {largest} bytes, but the store holds values of at most "
                 f"{store.max_value_bytes}; give the store a larger segment, or the layout smaller blocks"
             )
-        if self._limits.requests_per_second is not None:
-            store = ThrottledStore(store, self._limits.requests_per_second)
         self._transport = Transport(store, self._identity, self._limits)
         self._asker, self._reader = Asker(self._transport), Reader(self._transport)
         self._writer = Writer(self._transport)
@@ -159,11 +168,22 @@ class ClientLifecycle:
 
     async def __aenter__(self) -> Self:
         if self._state is _State.NEW and self._opener is not None:
-            async with AsyncExitStack() as opening:
-                self._attach(await self._opener.open(opening))
-                self._stack = opening.pop_all()
+            self._state = _State.OPENING
+            try:
+                await self._open(self._opener)
+            finally:
+                if self._state is _State.OPENING:
+                    self._state = _State.NEW  # it failed, and may be tried again
         self._check_open()
         return self
+
+    async def _open(self, opener: StoreOpener) -> None:
+        async with AsyncExitStack() as opening:
+            store = await opener.open(opening)
+            if self._state is not _State.OPENING:
+                raise ClientClosedError("the client was closed while it was being opened")
+            self._attach(store)
+            self._stack = opening.pop_all()
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
@@ -219,12 +239,13 @@ class ClientLifecycle:
     async def _bounded(self, what: str, so_far: Callable[[], str] = lambda: "") -> AsyncIterator[None]:
         """Let the body take ``timeout`` seconds; ``so_far`` says what a body that is cut off had done."""
         self._check_open()
+        bound = asyncio.timeout(self._timeout)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with bound:
                 yield
-        except StoreTimeoutError:
-            raise
         except TimeoutError as error:
+            if not bound.expired():
+                raise  # the store's own, or the source's
             raise StoreTimeoutError(f"{what}: not done within {self._timeout:g} s{so_far()}") from error
 
     def _check_open(self) -> None:
@@ -235,3 +256,23 @@ class ClientLifecycle:
                 f"this client was made in process {self._pid}, and its threads are not in the fork {os.getpid()}; "
                 "make one in the child"
             )
+        self._check_loop()
+
+    def _check_not_closed(self) -> None:
+        """For calls that need no store."""
+        if self._state is _State.CLOSED:
+            raise ClientClosedError(f"this client is {self._state.value}")
+
+    def _check_loop(self) -> None:
+        """What waits belongs to an event loop: one at a time, and a new one only after the last has ended."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                raise InvalidRequestError(
+                    "this client is in use on another event loop; make one client for each, over the same store address"
+                )
+            self._transport.enter_loop()
+            self._writer = Writer(self._transport)
+        self._loop = loop

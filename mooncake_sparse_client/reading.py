@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .chunks import Sink, open_sink
+from .chunks import Sink, SinkPlaces, open_sink
 from .core.masks import BoolArray, load_mask
 from .core.plans import GetPlan, PrefixHit, Tally, longest_arrived_prefix, plan_get
 from .core.results import ChunkFailure, GetResult
@@ -26,6 +26,7 @@ class _Progress:
     arrived: tuple[BoolArray, ...]
     failures: list[ChunkFailure] = field(default_factory=list)
     chunks: dict[tuple[int, int], memoryview] = field(default_factory=dict)
+    places: SinkPlaces = field(default_factory=SinkPlaces)
 
 
 class Reader:
@@ -78,7 +79,7 @@ class Reader:
         again: list[ChunkJob] = []
 
         async def move(batch: Sequence[ChunkJob], *, last: bool = False) -> None:
-            for job, view, failure in await self._read_batch(batch, sink):
+            for job, view, failure in await self._read_batch(batch, sink, progress):
                 if failure is None:
                     progress.arrived[job.group][job.chunk] = True
                     if view is not None:
@@ -91,8 +92,9 @@ class Reader:
         async def move_again(batch: Sequence[ChunkJob]) -> None:
             await move(batch, last=True)
 
-        await self._transport.each_batch(jobs, move)
-        await self._transport.each_batch(again, move_again)
+        ours = sink is None
+        await self._transport.each_batch(jobs, move, abandonable=ours)
+        await self._transport.each_batch(again, move_again, abandonable=ours)
 
     def _give_up(self, job: ChunkJob, failure: Failure, progress: _Progress) -> None:
         progress.present[job.group][job.chunk] = False
@@ -104,9 +106,11 @@ class Reader:
             self._transport.ledger.mark_lost(job.key)
 
     async def _read_batch(
-        self, batch: Sequence[ChunkJob], sink: Sink | None
+        self, batch: Sequence[ChunkJob], sink: Sink | None, progress: _Progress
     ) -> list[tuple[ChunkJob, memoryview | None, Failure | None]]:
         payloads = [self._payload(job, sink) for job in batch]
+        if sink is not None:
+            progress.places.take({(job.group, job.chunk): views for job, views in zip(batch, payloads, strict=True)})
         size = self._identity.value_format.header_size
         headers = memoryview(bytearray(size * len(batch)))
         heads = [headers[number * size : (number + 1) * size] for number in range(len(batch))]
@@ -114,9 +118,7 @@ class Reader:
             GetItem(job.key, (head, *payload) if size else payload)
             for job, head, payload in zip(batch, heads, payloads, strict=True)
         ]
-        call = self._transport.store.get(items)
-        # Only memory of ours may be left to a call that nobody waits for any more.
-        answers = await (self._transport.abandonable(call) if sink is None else call)
+        answers = await self._transport.store.get(items)
 
         def check() -> list[Failure | None]:
             return [

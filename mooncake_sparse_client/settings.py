@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict, get_args
 
 from .config import FromEnv, Limits, MooncakeConfig, MooncakeSettings, load_config
+from .config_values import checked_segment
 from .core.framing import ValueFormatName
 from .core.hashing import BlockHasher
 from .core.keys import KeySchema
@@ -76,7 +77,7 @@ def checked_when_down(when_down: WhenDown) -> WhenDown:
 async def open_connected(stack: AsyncExitStack, config: MooncakeConfig, timeout: float) -> Store:
     """A store at ``config``'s master, closed when ``stack`` unwinds."""
     if config.global_segment_size:
-        await asyncio.to_thread(check_memory, config.global_segment_size)
+        await asyncio.to_thread(check_memory, config.global_segment_size, "global_segment_size")
     return await stack.enter_async_context(await MooncakeStore.connect(config, timeout=timeout))
 
 
@@ -88,6 +89,7 @@ async def open_local(stack: AsyncExitStack, segment_size: int | str, timeout: fl
 
 def local_config(segment_size: int | str, address: str = "127.0.0.1:1") -> MooncakeConfig:
     """Settings for a loopback master with an embedded segment; checks ``segment_size``."""
+    segment_size = checked_segment("embedded", segment_size, "segment_size")
     return load_config(
         "embedded",
         master_server_address=address,

@@ -14,6 +14,7 @@ from .core.plans import cut_batches
 from .errors import ClientClosedError
 from .identity import Identity
 from .stores.base import Store
+from .stores.throttle import ThrottledStore
 from .waiting import held, run_all
 
 T = TypeVar("T")
@@ -70,15 +71,22 @@ class Transport:
     """A client's ways to its store: batched, a bounded number at once, with threads for work on bytes."""
 
     def __init__(self, store: Store, identity: Identity, limits: Limits) -> None:
-        self.store = store
         self.identity = identity
         self.limits = limits
         self.ledger = Ledger()
-        self._slots = asyncio.Semaphore(limits.concurrency)
+        self._plain_store = store
+        self._value_bytes = tuple(size + identity.value_format.header_size for size in identity.layout.page_sizes)
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="sparse-client")
-        # Reads into memory of ours that a caller no longer waits for. They end by themselves.
+        # Reads into memory of ours that nobody waits for any more, until the native call is back.
         self._abandoned: set[asyncio.Task[object]] = set()
         self._closed = False
+        self.enter_loop()
+
+    def enter_loop(self) -> None:
+        """Make anew what waits, since it belongs to the event loop that it first waited in."""
+        self._slots = asyncio.Semaphore(self.limits.concurrency)
+        rate = self.limits.requests_per_second
+        self.store = self._plain_store if rate is None else ThrottledStore(self._plain_store, rate)
 
     async def compute(self, call: Callable[[], T]) -> T:
         """Run work on bytes on a thread; it is over when this returns or raises."""
@@ -87,10 +95,18 @@ class Transport:
         return await held(self._workers.submit(call))
 
     async def each_batch(
-        self, jobs: Sequence[ChunkJob], move: Callable[[Sequence[ChunkJob]], Coroutine[None, None, T]]
+        self,
+        jobs: Sequence[ChunkJob],
+        move: Callable[[Sequence[ChunkJob]], Coroutine[None, None, T]],
+        *,
+        abandonable: bool = False,
     ) -> list[T]:
-        """Cut ``jobs`` into batches by bytes and count, and ``move`` each, few at once."""
-        sizes = [self.identity.value_bytes(job.group) for job in jobs]
+        """Cut ``jobs`` into batches by bytes and count, and ``move`` each, few at once.
+
+        ``abandonable``: they work on memory of ours, so that whoever waits may leave when cancelled. What has
+        begun keeps its place among the few until it has ended.
+        """
+        sizes = [self._value_bytes[job.group] for job in jobs]
         limits = self.limits
 
         async def one(batch: range) -> T:
@@ -98,7 +114,22 @@ class Transport:
                 return await move(jobs[batch.start : batch.stop])
 
         batches = cut_batches(sizes, max_bytes=limits.max_batch_bytes, max_count=limits.max_batch_chunks)
-        return await run_all(one(batch) for batch in batches)
+        return await run_all(self._leave_behind(one(batch)) if abandonable else one(batch) for batch in batches)
+
+    async def _leave_behind(self, call: Coroutine[None, None, T]) -> T:
+        task = asyncio.ensure_future(call)
+        self._abandoned.add(task)
+        task.add_done_callback(self._forget)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.cancel()  # ends it where it has not begun, and when the native call is back where it has
+            raise
+
+    def _forget(self, task: asyncio.Task[object]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever still waits gets it from the shield
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         """Which keys have a value that is not known to be damaged."""
@@ -115,18 +146,6 @@ class Transport:
         size = self.limits.max_batch_keys
         parts = await run_all(ask(keys[start : start + size]) for start in range(0, len(keys), size))
         return [answer for part in parts for answer in part]
-
-    async def abandonable(self, call: Coroutine[None, None, T]) -> T:
-        """Wait for a call on memory of ours: whoever stops waiting leaves it to end by itself."""
-        task = asyncio.ensure_future(call)
-        self._abandoned.add(task)
-        task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
-
-    def _forget(self, task: asyncio.Task[object]) -> None:
-        self._abandoned.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever still waits gets it from the shield
 
     async def settle(self, timeout: float) -> None:
         """Wait for what was abandoned, at most ``timeout`` seconds, and let the threads go."""

@@ -39,11 +39,26 @@ async def held(running: Future[T]) -> T:
 
 
 async def run_all(calls: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """Run the calls side by side and answer in their order. The first error cancels the others, is waited
-    out, and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
+    """Run the calls side by side and answer in their order.
+
+    The first error cancels the others, is waited out, and is raised as it is. So is a cancellation of the
+    caller, which goes before any error: whoever cancels must see it. (A TaskGroup wraps errors, and cancels its
+    parent for them, which on Python 3.11 breaks a time-out around the caller.)
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+
+    def stop() -> None:
+        for task in tasks:
+            task.cancel()
+
+    def stop_others(task: asyncio.Future[T]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            stop()
+
+    for task in tasks:
+        task.add_done_callback(stop_others)
+    answers = await settled(asyncio.gather(*tasks, return_exceptions=True), stop)
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, asyncio.CancelledError)):
+        raise error
     return [task.result() for task in tasks]

@@ -59,10 +59,11 @@ class PutStep:
         self._failures: list[ChunkFailure] = []
         self._open: dict[str, ChunkJob] = {}
         self._own_claims: dict[str, asyncio.Future[bool]] = {}
-        self._take_jobs(block_hashes)
+        self._block_hashes = block_hashes
 
     async def run(self) -> None:
         """Settle every chunk that the plan keeps. Raises what the store or the source raises."""
+        await self._transport.compute(self._take_jobs)
         while jobs := list(self._open.values()):
             await self._put_claimable(jobs)
 
@@ -85,12 +86,13 @@ class PutStep:
             failures=tuple(self._failures),
         )
 
-    def _take_jobs(self, block_hashes: Sequence[bytes]) -> None:
+    def _take_jobs(self) -> None:
+        """Name the chunks to keep. Runs on a thread, since there may be very many."""
         identity, ledger = self._transport.identity, self._transport.ledger
         for group, kept in enumerate(self._plan.kept()):
             chunks = [chunk for chunk, _ in kept]
-            names = identity.keys.names(block_hashes, group, chunks)
-            keys = identity.keys.own_keys(block_hashes, group, chunks)
+            names = identity.keys.names(self._block_hashes, group, chunks)
+            keys = identity.keys.own_keys(self._block_hashes, group, chunks)
             for (chunk, known), name, key in zip(kept, names, keys, strict=True):
                 replace = identity.owns_namespace and ledger.is_damaged(key)
                 if known and not ledger.is_suspect(key):
@@ -119,6 +121,7 @@ class PutStep:
         unsure = [job for job in jobs if not job.replace]
         for job, exists in zip(unsure, await self._transport.exists_at_all(all_keys(unsure)), strict=True):
             if exists:
+                self._transport.ledger.clear(job.key)
                 self._exists(job)
         await self._write(jobs)
 

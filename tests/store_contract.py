@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 import pytest
 
 from mooncake_sparse_client.core.results import Health
-from mooncake_sparse_client.errors import ClientClosedError, InvalidRequestError
+from mooncake_sparse_client.errors import ClientClosedError, InvalidBufferError, InvalidRequestError
 from mooncake_sparse_client.stores.base import Failure, GetItem, PutItem, RemoveOutcome, Store
 
 OpenStore: TypeAlias = Callable[[], Awaitable[Store]]
@@ -217,6 +218,22 @@ class StoreContract:
         assert [failure and failure.kind for failure in failures] == [None, "missing"] * 2500
         assert all(room.content == key.encode() for room, key in list(zip(rooms, keys, strict=True))[::2])
         assert await store.remove(keys, force=True) == [RemoveOutcome.REMOVED, RemoveOutcome.ABSENT] * 2500
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [memoryview(b"abcdef")[::2], memoryview(array("i", [1, 2, 3])), memoryview(b"constant")],
+        ids=["strided", "wide", "read-only"],
+    )
+    async def test_memory_that_is_no_plain_bytes_is_refused(self, store: Store, prefix: str, wrong: memoryview) -> None:
+        before = bytes(wrong)
+        await store.put([value(prefix, b"new byte")])
+        if not wrong.c_contiguous or wrong.itemsize > 1:
+            with pytest.raises(InvalidBufferError):
+                await store.put([PutItem(f"{prefix}-other", (wrong,))])
+            assert await store.exists([f"{prefix}-other"]) == [False]
+        with pytest.raises(InvalidBufferError):
+            await store.get([GetItem(prefix, (wrong,))])
+        assert bytes(wrong) == before
 
     async def test_parts_of_memory_are_enough(self, store: Store, prefix: str) -> None:
         memory = bytearray(b"0123456789")

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,8 @@ from mooncake_sparse_client import (
     SparseStoreClient,
     load_config,
 )
-from mooncake_sparse_client.errors import ClientClosedError, StoreTimeoutError
+from mooncake_sparse_client.errors import ClientClosedError, StoreTimeoutError, StoreUnavailableError
+from mooncake_sparse_client.settings import StoreOpener
 from mooncake_sparse_client.stores.base import Failure
 from mooncake_sparse_client.waiting import held
 
@@ -645,3 +648,97 @@ async def test_a_cancelled_start_leaves_nothing(native_library: None, delay: flo
     await asyncio.gather(opening, return_exceptions=True)
     await client.aclose()
     await gone(before)
+
+
+async def test_a_cancellation_goes_before_an_error() -> None:
+    """One batch has failed, another is still under way: whoever cancels now must see it."""
+    slow = asyncio.Event()
+
+    class HalfDown(MemoryStore):
+        async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
+            if items[0].buffers[-1][0] == 0:
+                raise StoreUnavailableError("down")
+            try:
+                await slow.wait()
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.05)  # as a native call that has begun
+                raise
+            return await super().put(items)
+
+    layout = KVCacheLayout([FullAttentionSpec(16, page_size_bytes=8)])
+    for when_down in ("miss", "raise"):
+        client = SparseStoreClient(
+            HalfDown(),
+            layout,
+            model_name="m",
+            limits=Limits(max_batch_chunks=1),
+            when_down=when_down,  # type: ignore[arg-type]
+        )
+        async with client:
+            put = asyncio.create_task(client.put(client.sequence(range(64)), lambda _, chunk: bytes([chunk % 2]) * 8))
+            await asyncio.sleep(0.02)
+            put.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await put
+            assert put.cancelled()
+
+
+async def test_reads_that_nobody_waits_for_are_few_and_end() -> None:
+    """A cancelled get leaves at most what had begun, and that keeps its place until it has ended."""
+    alive = most = begun = 0
+    threads = ThreadPoolExecutor(4)
+
+    class Stubborn(MemoryStore):
+        async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
+            nonlocal alive, most, begun
+            begun += 1
+            alive += 1
+            most = max(most, alive)
+            try:
+                await held(threads.submit(time.sleep, 0.1))  # cannot be hurried, as a native call
+                return await super().get(items)
+            finally:
+                alive -= 1
+
+    async with SparseStoreClient(Stubborn(), FS, model_name="m", limits=Limits(concurrency=2)) as client:
+        sequence = client.sequence(range(100))
+        await client.put(sequence, source_for(FS))
+        hit = await client.lookup(sequence)
+        gets = [asyncio.create_task(client.get(hit)) for _ in range(30)]
+        await asyncio.sleep(0.02)
+        for get in gets:
+            get.cancel()
+        await asyncio.gather(*gets, return_exceptions=True)
+        assert (await client.get(hit)).hit_length == 96
+        assert most == 2
+        assert begun == 3
+    assert alive == 0
+    threads.shutdown(wait=False)
+
+
+async def test_a_client_is_entered_once() -> None:
+    """Two who enter at once would open two stores, and close one."""
+    opened: list[MemoryStore] = []
+
+    async def opener(stack: AsyncExitStack) -> MemoryStore:
+        await asyncio.sleep(0.01)
+        store = MemoryStore()
+        stack.push_async_callback(store.aclose)
+        opened.append(store)
+        return store
+
+    client = SparseStoreClient(StoreOpener(opener), FS, model_name="m")
+    answers = await asyncio.gather(client.__aenter__(), client.__aenter__(), return_exceptions=True)
+    assert sorted(type(answer).__name__ for answer in answers) == ["ClientClosedError", "SparseStoreClient"]
+    await client.aclose()
+
+    client = SparseStoreClient(StoreOpener(opener), FS, model_name="m")
+    entering = asyncio.create_task(client.__aenter__())
+    await asyncio.sleep(0)
+    await client.aclose()
+    with pytest.raises(ClientClosedError, match="while it was being opened"):
+        await entering
+    assert len(opened) == 2
+    for store in opened:
+        with pytest.raises(ClientClosedError):
+            await store.exists(["key"])

@@ -815,6 +815,114 @@ async def test_a_store_that_stays_full_is_a_failure_within_the_deadline() -> Non
         assert (await client.put(sequence, Pages(FS))).written.chunks == 1
 
 
+async def test_a_put_takes_the_sequence_as_it_is_when_called() -> None:
+    """A task may start late: tokens that were appended meanwhile have no cache yet."""
+    store = MemoryStore()
+    async with client_of(store) as client:
+        sequence = client.sequence(range(64))
+        late = asyncio.create_task(client.put(sequence, Pages(FS)))
+        sequence.extend(range(64, 160))
+        assert (await late).end_token == 64
+        assert (await client.lookup(sequence)).hit_length == 64
+
+
+async def test_a_store_that_fails_leaves_the_callers_timeout_alone() -> None:
+    spy = Spy()
+    spy.down = down()
+    async with client_of(spy, when_down="miss", limits=Limits(max_batch_keys=1)) as client:
+
+        async def late() -> None:
+            async with asyncio.timeout(0.05):
+                assert (await client.lookup(client.sequence(range(100)))).hit_length == 0
+                await asyncio.sleep(5)
+
+        with pytest.raises(TimeoutError):
+            await late()
+
+
+async def test_an_error_of_the_source_arrives_as_it_is() -> None:
+    async with client_of(MemoryStore(), limits=Limits(max_batch_chunks=1)) as client:
+        error = RuntimeError("no pages")
+        error.__cause__ = OSError("disk")
+
+        def broken(group: int, chunk: int) -> bytes:
+            raise error
+
+        with pytest.raises(RuntimeError) as caught:
+            await client.put(client.sequence(range(100)), broken)
+        assert caught.value is error
+        assert isinstance(error.__cause__, OSError)
+
+        def slow(group: int, chunk: int) -> bytes:
+            raise TimeoutError("the source's own")
+
+        with pytest.raises(TimeoutError, match="the source's own") as own:
+            await client.put(client.sequence(range(100)), slow)
+        assert not isinstance(own.value, StoreTimeoutError)
+
+
+async def test_chunks_may_not_share_a_sinks_memory() -> None:
+    shared = bytearray(48)
+    for limits in (Limits(), Limits(max_batch_chunks=1)):
+        async with client_of(MemoryStore(), F16, limits=limits) as client:
+            sequence = client.sequence(range(100))
+            await client.put(sequence, Pages(F16))
+            with pytest.raises(InvalidBufferError, match="overlap"):
+                await client.get(sequence, into=lambda group, chunk: shared)
+            assert (await client.get(sequence)).hit_length == 96  # nothing counts as damaged
+
+
+async def test_what_was_removed_is_damaged_no_more() -> None:
+    store = MemoryStore()
+    async with client_of(store) as client, client_of(store) as other:
+        sequence = client.sequence(range(64))
+        await client.put(sequence, Pages(FS))
+        key = key_of(client, sequence, 0, 0)
+        store._values[key] = bytes(len(store._values[key]))
+        assert (await client.get(sequence)).hit_length == 0
+        await client.remove(sequence, force=True)
+        await other.put(other.sequence(range(64)), Pages(FS))
+        assert (await client.lookup(sequence)).hit_length == 32
+        assert (await client.get(sequence)).hit_length == 32
+
+
+async def test_chunked_attention_alone_shows_no_junction() -> None:
+    layout = KVCacheLayout(
+        [ChunkedLocalAttentionSpec(16, 64, page_size_bytes=8), SlidingWindowSpec(16, 16, page_size_bytes=8)]
+    )
+    async with client_of(MemoryStore(), layout, retention_interval=0) as client:
+        sequence = client.sequence(range(200))
+        hit = await client.lookup(sequence)
+        assert client.plan_put(sequence, hit=hit).boundaries == client.plan_put(sequence).boundaries == (192,)
+
+
+def test_a_client_may_go_on_in_the_next_event_loop() -> None:
+    client = client_of(MemoryStore(), limits=Limits(concurrency=1, max_batch_chunks=1, requests_per_second=1000))
+    asyncio.run(put_and_find(client))
+    asyncio.run(put_and_find(client))
+
+
+async def put_and_find(client: SparseStoreClient) -> None:
+    await asyncio.gather(*(client.put(client.sequence(range(first, first + 100)), Pages(FS)) for first in range(5)))
+    assert (await client.lookup(client.sequence(range(100)))).hit_length == 96
+
+
+async def test_a_client_is_refused_on_a_second_event_loop_at_once() -> None:
+    client = client_of(MemoryStore())
+    await client.lookup(client.sequence(range(100)))
+    with pytest.raises(InvalidRequestError, match="another event loop"):
+        await asyncio.to_thread(lambda: asyncio.run(client.lookup(client.sequence(range(100)))))
+    await client.aclose()
+
+
+async def test_hits_and_plans_are_short_when_printed() -> None:
+    async with client_of(MemoryStore()) as client:
+        sequence = client.sequence(range(100_000))
+        hit = await client.lookup(sequence)
+        for value in (hit, client.plan_put(sequence, hit=hit)):
+            assert len(repr(value)) < 1500
+
+
 async def test_a_value_that_can_never_fit_is_not_put_again() -> None:
     spy = Spy()
     async with client_of(spy) as client:

@@ -13,12 +13,11 @@ from mooncake_sparse_client import FROM_ENV, Limits, MooncakeConfig, load_config
 from mooncake_sparse_client.config import (
     DEFAULT_LOCAL_BUFFER,
     DEFAULT_SEGMENT,
-    MIN_SEGMENT_BYTES,
     RETENTION_VARIABLES,
     Retention,
     load_retention,
-    parse_size,
 )
+from mooncake_sparse_client.config_values import MIN_SEGMENT_BYTES, parse_size
 from mooncake_sparse_client.errors import ConfigError
 
 MASTER = {"MOONCAKE_MASTER": "env-host:1"}
@@ -110,10 +109,12 @@ def test_the_mode_follows_the_same_order(tmp_path: Path) -> None:
     assert load_config(environ=MASTER).mode == "remote"
 
 
-def test_the_lease_is_an_argument() -> None:
+def test_the_lease_is_a_number_of_seconds() -> None:
     assert load_config(environ=MASTER).lease_seconds == 5.0
     assert load_config(environ=MASTER, lease_seconds=10).lease_seconds == 10.0
-    for lease in (0, -1, "5", True, float("nan"), float("inf")):
+    assert load_config(environ=MASTER, lease_seconds="7.5").lease_seconds == 7.5
+    assert load_config(environ={**MASTER, "MOONCAKE_SPARSE_LEASE_SECONDS": "8"}).lease_seconds == 8.0
+    for lease in (0, -1, "soon", True, float("nan"), float("inf")):
         refused(["lease_seconds", "positive", repr(lease)], environ=MASTER, lease_seconds=lease)
 
 

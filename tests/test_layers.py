@@ -17,10 +17,11 @@ ALLOWED = {
     "errors": set(),
     "checks": {"errors"},
     "waiting": set(),
-    "config": {"errors", "checks"},
+    "config_values": {"errors"},
+    "config": {"errors", "checks", "config_values"},
     "core": {"errors", "checks"},
     "chunks": {"errors"},
-    "stores": {"errors", "core", "config", "waiting"},
+    "stores": {"errors", "core", "config", "config_values", "waiting"},
 }
 #: Inside the core, from the bottom: a module imports only from lines above its own.
 CORE_ORDER = [

@@ -236,9 +236,9 @@ def test_an_address_that_cannot_be_is_refused_before_anything_is_called(address:
         (
             ModuleNotFoundError("No module named 'mooncake'"),
             [
-                'pip install "mooncake-sparse-client[mooncake-cpu]"',
-                "mooncake-sparse-client[mooncake]",
-                "mooncake-sparse-client[mooncake-cuda13]",
+                "pip install mooncake-transfer-engine-non-cuda",
+                "pip install mooncake-transfer-engine ",
+                "pip install mooncake-transfer-engine-cuda13",
             ],
         ),
         (
@@ -247,9 +247,12 @@ def test_an_address_that_cannot_be_is_refused_before_anything_is_called(address:
         ),
         (
             ImportError("libcuda.so.1: cannot open shared object file: No such file or directory"),
-            ['pip install "mooncake-sparse-client[mooncake-cpu]"'],
+            ["pip install mooncake-transfer-engine-non-cuda"],
         ),
-        (ImportError("/lib/libc.so.6: version `GLIBC_2.34' not found"), ["mooncake-sparse-client[mooncake-cpu]"]),
+        (
+            ImportError("/lib/libc.so.6: version `GLIBC_2.34' not found"),
+            ["pip install mooncake-transfer-engine-non-cuda"],
+        ),
     ],
 )
 async def test_a_library_that_does_not_load_comes_with_its_own_words_and_a_remedy(

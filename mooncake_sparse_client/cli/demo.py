@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..client import SparseStoreClient
-from ..config import MIN_SEGMENT_BYTES, parse_size
+from ..config_values import MIN_SEGMENT_BYTES, parse_size
 from ..core.layout import KVCacheLayout
 from ..core.masks import check_retention_interval
 from ..core.presets import PRESETS, layout_for
@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retention", default="0", help="retention interval in tokens, or 'none' to keep every boundary; default: 0"
     )
-    parser.add_argument("--scale", type=float, default=1 / 256, help="factor on the model's page sizes; default: 1/256")
+    parser.add_argument(
+        "--scale", type=number, default=1 / 256, help="factor on the model's page sizes; default: 1/256"
+    )
     parser.add_argument(
         "--store", default="local", help="local (a Mooncake of its own), memory, or HOST:PORT of a master"
     )
@@ -71,6 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         _write(arguments.json, json.dumps(report.figures(), indent=2) + "\n")
     return 0 if counts.wrong_bytes == 0 else 1
+
+
+def number(text: str) -> float:
+    """``text`` such as 0.01 or 1/256, for argparse."""
+    over, _, under = text.partition("/")
+    return float(over) / float(under or 1)
 
 
 def _write(path: Path, text: str) -> None:

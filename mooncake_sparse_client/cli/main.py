@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m mooncake_sparse_client",
         description="A KV cache in a Mooncake store that keeps only what a later prefix hit can reach.",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="log what the client decides")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the client's own log")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (add_arguments, _, summary) in _COMMANDS.items():
         add_arguments(commands.add_parser(name, help=summary, description=summary))

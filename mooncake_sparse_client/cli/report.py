@@ -70,8 +70,9 @@ class DemoReport:
         """Print the tables."""
         counts = self.counts
         keeps = "every boundary" if self.retention_interval is None else f"interval {self.retention_interval}"
+        many = "request" if counts.requests == 1 else "requests"
         print(
-            f"{counts.requests} requests, {counts.tokens:,} tokens; layout: {self.layout_name}; retention: {keeps}; "
+            f"{counts.requests} {many}, {counts.tokens:,} tokens; layout: {self.layout_name}; retention: {keeps}; "
             f"store: {self.store}; {self.seconds:.1f} s\n"
         )
         self._show_comparison()

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import signal
 
-from ..config import parse_size
-from ..stores.local import LocalMooncake
+from ..config_values import parse_size
+from ..stores.local import LocalMooncake, check_memory
 from .arguments import naming
 
 
@@ -22,7 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(memory: int, port: int | None) -> None:
-    with naming("--memory, --port"):
+    await asyncio.to_thread(check_memory, memory, "--memory")
+    with naming("--port"):
         starting = await LocalMooncake.start(memory=memory, rpc_port=port)
     async with starting as local:
         # Before anybody can know that we serve, so that no early Ctrl-C is lost.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..core.layout import KVCacheLayout
 from ..core.masks import BoolArray, store_mask
-from ..core.plans import Tally
+from ..core.plans import Tally, learned_junctions
 from ..core.prefix import explain_prefix
 from .trace import TRACE_BLOCK, Request
 
@@ -55,8 +55,8 @@ def simulate(layout: KVCacheLayout, requests: Sequence[Request], policy: Policy)
         present = tuple(table[rows].reshape(-1) for table in tables)
         report = explain_prefix(layout, request.num_tokens, present)
         hit_tokens += report.hit_length
-        learned = report.shared_length > report.hit_length and policy.learn_junctions
-        masks = _masks(layout, request, policy, [report.shared_length] if learned else [])
+        learned = learned_junctions(layout, report.hit_length, report.shared_length)
+        masks = _masks(layout, request, policy, learned if policy.learn_junctions else [])
         _add(tables, rows, masks)
     sizes = [spec.page_size_bytes or 0 for spec in layout.groups]
     chunks = [int(table.sum()) for table in tables]

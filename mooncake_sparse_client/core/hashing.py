@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import reprlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NoReturn, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import cbor2
 import msgpack
@@ -168,24 +169,25 @@ def token_array(token_ids: TokenIds, *, limit: int = _VLLM_LIMIT) -> NDArray[np.
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidTokensError(f"token_ids must be a flat sequence of ints: {error}") from error
     if ids.ndim != 1:
-        raise InvalidTokensError(f"token_ids must have one dimension, not {ids.ndim}")
+        raise InvalidTokensError(
+            f"token_ids must be a list or array of ints in one dimension, not {reprlib.repr(token_ids)}"
+        )
     if ids.size == 0:
         return np.empty(0, dtype=np.int64)
-    if ids.dtype.kind not in "iu":
-        _reject_ids(token_ids, limit)
     # Below the limit every id fits int64; compare before the cast, which would wrap a huge unsigned id.
-    if (ids.dtype.kind == "i" and bool((ids < 0).any())) or int(ids.max()) >= limit:
-        _reject_ids(token_ids, limit)
-    return ids.astype(np.int64, copy=False)
+    fits = ids.dtype.kind in "iu" and int(ids.max()) < limit and (ids.dtype.kind == "u" or int(ids.min()) >= 0)
+    return ids.astype(np.int64, copy=False) if fits else _one_by_one(token_ids, limit)
 
 
-def _reject_ids(token_ids: TokenIds, limit: int) -> NoReturn:
-    """Name the id at fault, as the caller gave it: NumPy makes floats or objects of what does not fit."""
+def _one_by_one(token_ids: TokenIds, limit: int) -> NDArray[np.int64]:
+    """For what NumPy made floats or objects of: take each id as the caller gave it, and name the one at fault."""
+    whole: list[int] = []
     for position, value in enumerate(token_ids):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or not 0 <= value < limit:
             shown = value.item() if isinstance(value, np.generic) else value
             raise InvalidTokensError(f"token_ids[{position}] is {shown!r}; token ids are ints from 0 to {limit - 1}")
-    raise InvalidTokensError(f"token_ids must be ints, not an array of {np.asarray(token_ids).dtype}")
+        whole.append(int(value))
+    return np.array(whole, dtype=np.int64)
 
 
 def _resolve_seed(algorithm: HashAlgorithm, seed: str | None) -> str:

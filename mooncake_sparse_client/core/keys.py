@@ -42,18 +42,19 @@ def chunk_name(layout: KVCacheLayout, block_hashes: Sequence[bytes], group: int,
     None for a chunk whose hash block is not complete: it has no name yet, and nothing asks for it.
     """
     index, distance = chunk_hash_position(layout, group, chunk)
-    if index >= len(block_hashes):
-        return None
-    name = block_hashes[index].hex()
-    return f"{name}.{distance}" if distance else name
+    return _name(block_hashes[index], distance) if index < len(block_hashes) else None
+
+
+def _name(block_hash: bytes, distance: int) -> str:
+    return f"{block_hash.hex()}.{distance}" if distance else block_hash.hex()
 
 
 @dataclass(frozen=True, slots=True)
 class KeySchema:
     """What a client's keys say besides the chunk.
 
-    ``key_ranks``: the ranks whose keys must all be there for a chunk to count as present in a lookup;
-    default: the schema's own rank alone. ``namespace`` left empty is filled by the client with a fingerprint
+    ``key_ranks``: the ranks whose keys must all be there for a chunk to count as present in a lookup; empty: the
+    schema's own rank alone. ``namespace`` left empty is filled by the client with a fingerprint
     of everything that makes two caches incompatible; ``KeySchema.vllm(...)`` keeps it empty.
 
     Raises ``InvalidKeyError``, which names the part.
@@ -76,7 +77,7 @@ class KeySchema:
             object.__setattr__(self, name, text)
         for name in ("tp_rank", "pcp_rank", "dcp_rank", "pp_rank"):
             object.__setattr__(self, name, whole_number(getattr(self, name), name, InvalidKeyError))
-        object.__setattr__(self, "key_ranks", _checked_ranks(self.key_ranks) or (self.rank,))
+        object.__setattr__(self, "key_ranks", _checked_ranks(self.key_ranks))
 
     @classmethod
     def vllm(
@@ -113,6 +114,11 @@ class KeySchema:
         prefix = f"{self.cache_prefix}@" if self.cache_prefix else ""
         return f"{prefix}{self.model_name}{self.namespace}"
 
+    @property
+    def lookup_ranks(self) -> tuple[Rank, ...]:
+        """The ranks whose keys a lookup asks for."""
+        return self.key_ranks or (self.rank,)
+
     def with_namespace(self, namespace: str) -> KeySchema:
         return replace(self, namespace=namespace)
 
@@ -138,12 +144,8 @@ class KeyBuilder:
 
     def names(self, block_hashes: Sequence[bytes], group: int, chunks: Iterable[int]) -> list[str]:
         """The chunks' names; ``IndexError`` for one that has none yet."""
-        names = []
-        for chunk in chunks:
-            index, distance = chunk_hash_position(self.layout, group, chunk)
-            name = block_hashes[index].hex()
-            names.append(f"{name}.{distance}" if distance else name)
-        return names
+        positions = (chunk_hash_position(self.layout, group, chunk) for chunk in chunks)
+        return [_name(block_hashes[index], distance) for index, distance in positions]
 
     def own_keys(self, block_hashes: Sequence[bytes], group: int, chunks: Iterable[int]) -> list[str]:
         """One key a chunk: the own rank's."""
@@ -151,8 +153,8 @@ class KeyBuilder:
         return [stem + name for name in self.names(block_hashes, group, chunks)]
 
     def ranked_keys(self, block_hashes: Sequence[bytes], group: int, chunks: Iterable[int]) -> list[str]:
-        """``len(key_ranks)`` keys a chunk, a chunk's keys side by side."""
-        stems = [self.schema.stem(group, rank) for rank in self.schema.key_ranks]
+        """``len(lookup_ranks)`` keys a chunk, a chunk's keys side by side."""
+        stems = [self.schema.stem(group, rank) for rank in self.schema.lookup_ranks]
         return [stem + name for name in self.names(block_hashes, group, chunks) for stem in stems]
 
 

@@ -133,7 +133,7 @@ def _periodic_mask(layout: KVCacheLayout, spec: GroupSpec, count: int, interval:
         return np.ones(count, dtype=np.bool_)
     chunks = np.arange(count, dtype=np.int64)
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        # The first aligned boundary at or behind a chunk's end is the only one that can need it.
+        # If any boundary needs a chunk, the first aligned one at or behind its end does.
         first = -(-(chunks + 1) * spec.block_size // layout.alignment) * layout.alignment
         run = chunks * spec.block_size // spec.attention_chunk_size
         return np.equal(first // spec.attention_chunk_size, run)

@@ -6,10 +6,11 @@ Everything is decided here from counts, masks and what is known to be present. C
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..checks import items_of
 from ..errors import InvalidRequestError
 from .keys import Rank
 from .layout import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheLayout, MambaSpec, SlidingWindowSpec
@@ -40,7 +41,7 @@ class PrefixHit:
     #: What the dense groups alone could serve; above ``hit_length`` where sparse groups held the hit back.
     shared_length: int
     #: One boolean array a group: the chunks that ``get`` reads.
-    load_masks: tuple[BoolArray, ...]
+    load_masks: tuple[BoolArray, ...] = field(repr=False)
     #: Each group's own longest prefix, and which group limited the hit.
     report: PrefixReport
     #: Tokens of the sequence at the time of the lookup.
@@ -48,9 +49,9 @@ class PrefixHit:
     #: The prefix that the engine said it holds itself, rounded down to the alignment.
     local_tokens: int
     #: One boolean array a group: the chunks that the lookup saw in the store. What was not asked is False.
-    present: tuple[BoolArray, ...]
+    present: tuple[BoolArray, ...] = field(repr=False)
     #: The sequence's block hashes at the time: what the hit is of.
-    block_hashes: tuple[bytes, ...]
+    block_hashes: tuple[bytes, ...] = field(repr=False)
     #: Which cache was asked, of what shape, under which ranks' keys.
     cache_id: str
     fingerprint: str
@@ -71,9 +72,9 @@ class PutPlan:
     #: Boundaries kept besides the interval's: the replay boundaries and the caller's, learned ones included.
     boundaries: tuple[int, ...]
     #: One boolean array a group, ``end_token // block_size`` long: the chunks to keep.
-    store_masks: tuple[BoolArray, ...]
+    store_masks: tuple[BoolArray, ...] = field(repr=False)
     #: Of those, the chunks that the request's own lookup showed to be in the store.
-    known: tuple[BoolArray, ...]
+    known: tuple[BoolArray, ...] = field(repr=False)
     #: A group's kept and never offered chunks.
     reachable: tuple[Tally, ...]
     unreachable: tuple[Tally, ...]
@@ -115,9 +116,9 @@ def plan_put(
     start, end = layout.align(token_count(start_token, "start_token")), layout.align(total)
     if start > end:
         raise InvalidRequestError(f"start_token {start_token} lies behind the {total} tokens to put")
-    positions = list(boundaries)
-    if hit is not None and hit.shared_length > hit.hit_length:
-        positions.append(hit.shared_length)
+    positions = items_of(boundaries, "boundaries", InvalidRequestError)
+    if hit is not None:
+        positions += learned_junctions(layout, hit.hit_length, hit.shared_length)
     masks = store_mask(
         layout,
         end,
@@ -139,6 +140,16 @@ def plan_put(
             for group, mask in enumerate(masks)
         ),
     )
+
+
+def learned_junctions(layout: KVCacheLayout, hit_length: int, shared_length: int) -> list[int]:
+    """The boundary that a lookup showed to be a junction, if it did.
+
+    Only full attention shows that a prefix is shared: at the start of a run a chunked local group needs nothing,
+    so it could serve boundaries of prompts that nobody has stored.
+    """
+    shared = shared_length > hit_length and any(isinstance(spec, FullAttentionSpec) for spec in layout.groups)
+    return [shared_length] if shared else []
 
 
 def _known(masks: tuple[BoolArray, ...], hit: PrefixHit | None) -> tuple[BoolArray, ...]:
@@ -200,7 +211,7 @@ class GetPlan:
     """The next step of a get: the prefix aimed at, and the chunks that it still lacks."""
 
     hit_length: int
-    missing: tuple[BoolArray, ...]
+    missing: tuple[BoolArray, ...] = field(repr=False)
 
     @property
     def complete(self) -> bool:

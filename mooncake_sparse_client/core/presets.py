@@ -79,11 +79,11 @@ def llama_4() -> list[GroupSpec]:
 
 
 def deepseek_v4() -> list[GroupSpec]:
-    """DeepSeek-V4-Flash as vLLM 0.32.0 groups it: 43 layers, 21 of them compressing 4 tokens to one (C4) and
-    20 compressing 128 (C128), each with a window of 128 beside.
+    """DeepSeek-V4-Flash (config.json) as vLLM 0.32.0 groups it: 43 layers, 21 of them compressing 4 tokens to one
+    (C4) and 20 compressing 128 (C128), each with a window of 128 beside.
 
     fp8 entries of 584 bytes, C4 indexer entries of 132, float32 compressor states; every layer's page is
-    rounded up to a multiple of 576. The same sums stand in the public vLLM issue 54703.
+    rounded up to a multiple of 576. The same sums are reported in vllm-project/vllm#54703.
 
     - full 256: 21 * 37,440 (64 C4 entries) + 21 * 8,640 (indexer) + 20 * 1,728 (2 C128 entries) = 1,002,240
     - window 128, blocks of 64: 43 * 37,440 (64 entries) = 1,609,920

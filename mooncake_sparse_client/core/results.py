@@ -49,7 +49,7 @@ class GetResult:
     #: Chunks that were expected and did not arrive intact; the hit was shortened to do without them.
     failures: tuple[ChunkFailure, ...] = ()
     #: Without a sink, the bytes of every chunk of the load mask at ``hit_length``, by ``(group, chunk)``; else empty.
-    chunks: Mapping[tuple[int, int], memoryview] = field(default_factory=dict)
+    chunks: Mapping[tuple[int, int], memoryview] = field(default_factory=dict, repr=False)
     #: Chunks that were read and belong to the hit.
     loaded: Tally = NOTHING
 

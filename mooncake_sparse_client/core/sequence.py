@@ -51,8 +51,8 @@ class TokenSequence:
 
     Made by ``client.sequence(...)``, which knows the hasher. ``lora`` is ``(name, path)``; a multimodal item
     is ``(identifier, offset, length)`` in tokens; ``prompt_embeds`` has one row a token, and is hashed at once, so
-    that its memory may be used again. Two sequences that
-    differ in any of them share no chunk from the first block that it touches on.
+    that its memory may be used again. Two sequences that differ in any of them share no chunk from the first block
+    that it touches on.
 
     Raises ``InvalidTokensError``.
     """
@@ -76,8 +76,9 @@ class TokenSequence:
         )
         self._ids = array("q")
         self._hashes: list[bytes] = []
-        # A long prompt may be hashed on a worker thread while its owner looks at it.
+        # A long prompt may be hashed on a worker thread while its owner extends it, and is hashed once.
         self._lock = threading.Lock()
+        self._hashing = threading.Lock()
         self.extend(token_ids)
 
     def __len__(self) -> int:
@@ -107,8 +108,12 @@ class TokenSequence:
     @property
     def block_hashes(self) -> tuple[bytes, ...]:
         """The digests of the full hash blocks; those of new blocks are computed on first look."""
-        with self._lock:
-            self._hash_new_blocks()
+        size = self._hasher.block_size
+        with self._hashing:
+            done = len(self._hashes)
+            with self._lock:
+                new_ids = self._ids[done * size : len(self._ids) // size * size]
+            self._hashes += self._hash(new_ids, done, self._hashes[-1] if done else None)
             return tuple(self._hashes)
 
     def extend(self, token_ids: TokenIds) -> None:
@@ -117,19 +122,15 @@ class TokenSequence:
         with self._lock:
             self._ids.frombytes(ids.tobytes())
 
-    def _hash_new_blocks(self) -> None:
-        size, done = self._hasher.block_size, len(self._hashes)
-        count = len(self._ids) // size
-        if count == done:
-            return
-        extras = None
+    def _hash(self, ids: array[int], first_block: int, parent: bytes | None) -> tuple[bytes, ...]:
+        """The digests of ``ids``, whole blocks of which the first is ``first_block``."""
+        if not ids:
+            return ()
+        size, extras = self._hasher.block_size, None
         if self._traits != _NOTHING_ELSE:
-            extras = [self._traits.extra_keys(block, size) for block in range(done, count)]
-        self._hashes += self._hasher.hash_blocks(
-            self._ids[done * size : count * size],
-            extra_keys=extras,
-            parent=self._hashes[-1] if done else None,
-        )
+            blocks = range(first_block, first_block + len(ids) // size)
+            extras = [self._traits.extra_keys(block, size) for block in blocks]
+        return self._hasher.hash_blocks(ids, extra_keys=extras, parent=parent)
 
 
 def _text(value: object, name: str) -> str:

@@ -10,7 +10,7 @@ so that it starts fast and whatever the command holds is no concern of the askin
   asking process is gone,
 * exits with the command's exit status, or 128 plus the number of the signal that ended it, as shells do.
 
-Standard error takes the output of both and must be a file: it is emptied whenever it grows past a limit.
+Standard error takes the output of both and must be a file: it is cut to its end whenever it grows past a limit.
 Signals to the process group (Ctrl-C, hang-up, termination) are for the asking process, which stops the
 commands in the right order; the guardian does not listen to them. The asking process itself imports this
 module only for what it needs to know of an end: ``describe`` and ``is_gone``.
@@ -31,6 +31,7 @@ from typing import NoReturn
 STDIN, STDOUT, STDERR = 0, 1, 2
 POLL_SECONDS = 0.5
 LOG_LIMIT_BYTES = 1 << 20
+LOG_TAIL_BYTES = 1 << 13
 CANNOT_EXECUTE = 126
 SERVING = b"serving\n"
 PR_SET_PDEATHSIG = 1
@@ -144,9 +145,13 @@ def is_gone(pid: int) -> bool:
 
 
 def _bound_log() -> None:
-    if os.fstat(STDERR).st_size > LOG_LIMIT_BYTES:
+    size = os.fstat(STDERR).st_size
+    if size > LOG_LIMIT_BYTES:
+        # The last words stay: they may be why the command is about to end.
+        tail = os.pread(STDERR, LOG_TAIL_BYTES, size - LOG_TAIL_BYTES)
         os.ftruncate(STDERR, 0)
         os.lseek(STDERR, 0, os.SEEK_SET)
+        os.write(STDERR, tail)
 
 
 def describe(exit_status: int) -> str:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Protocol, runtime_checkable
 
 from ..core.results import Health
-from ..errors import InvalidRequestError
+from ..errors import InvalidBufferError, InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class GetItem:
 class Failure:
     """Why one key of a batch failed: a stable word, whether to try again, and a sentence.
 
-    Words: ``missing``, ``length``, ``lease_expired``, ``transfer``, ``busy``, ``full``, ``rejected``,
-    ``unavailable``, ``timeout``, ``unknown``.
+    Words: ``missing``, ``length``, ``checksum``, ``lease_expired``, ``transfer``, ``busy``, ``full``,
+    ``rejected``, ``unavailable``, ``timeout``, ``unknown``.
     """
 
     kind: str
@@ -57,10 +57,11 @@ class RemoveOutcome(Enum):
 class Store(Protocol):
     """Where values are kept.
 
-    Each method takes a batch in which a key stands at most once (else ``InvalidRequestError``) and answers
-    in the batch's order. A key's own trouble is a value in the answer; an exception (``StoreError``) means
-    that the call as a whole failed. No buffer is touched after ``put`` or ``get`` has returned or raised,
-    cancelled calls included. After ``aclose`` every method raises ``ClientClosedError``.
+    Each method takes a batch in which a key stands at most once (else ``InvalidRequestError``) and answers in the
+    batch's order. Buffers are contiguous views of bytes (else ``InvalidBufferError``). A key's own trouble is a
+    value in the answer; an exception (``StoreError``) means that the call as a whole failed. No buffer is touched
+    after ``put`` or ``get`` has returned or raised, cancelled calls included. After ``aclose`` every method raises
+    ``ClientClosedError``.
     """
 
     @property
@@ -88,6 +89,15 @@ class Store(Protocol):
 
     async def aclose(self) -> None:
         """Let go of everything, once calls in flight are over. Idempotent."""
+
+
+def check_buffers(buffers: tuple[memoryview, ...], key: str, *, writable: bool) -> None:
+    """Native code takes addresses: it would write to read-only memory, and misread what is not plain bytes."""
+    for buffer in buffers:
+        if not buffer.c_contiguous or buffer.itemsize != 1:
+            raise InvalidBufferError(f"a buffer for {key!r} is no contiguous view of bytes; cast or copy it first")
+        if writable and buffer.readonly:
+            raise InvalidBufferError(f"a buffer for {key!r} is read-only; read into writable memory")
 
 
 def check_distinct(keys: Iterable[str]) -> None:

@@ -50,18 +50,28 @@ async def _probe_master(config: MooncakeConfig, timeout: float) -> str:
     return local_host
 
 
+#: The variables that we set ourselves, which a later connection may set anew; the user's stay.
+_ours: set[str] = set()
+
+
 def _bound_native_calls(timeout: float) -> None:
-    """Time-outs that the native library reads when it is set up; what the user has set stays."""
-    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(max(1, round(timeout * 1000))))
-    os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", str(max(1, math.ceil(timeout))))
-    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
+    """Set the time-outs that the native library reads when it is set up; what the user has set stays."""
+    values = {
+        "MC_RPC_TIMEOUT_MS": max(1, round(timeout * 1000)),
+        "MC_TCP_STATUS_TIMEOUT_SEC": max(1, math.ceil(timeout)),
+        "MC_STORE_CLIENT_SETUP_RETRIES": 1,
+    }
+    for name, value in values.items():
+        if name in _ours or name not in os.environ:
+            _ours.add(name)
+            os.environ[name] = str(value)
 
 
 def _set_up(native: NativeStore, config: MooncakeConfig, hostname: str) -> None:
     """Runs on a thread, with the interpreter's lock held: tens of milliseconds where a master answers."""
     settings: dict[str, str | int] = {
         # With a port of its own a failing set-up gives up after seconds; without one, after minutes.
-        "local_hostname": hostname if _has_port(hostname) else f"{hostname}:{_free_port(hostname)}",
+        "local_hostname": _with_port(hostname),
         "metadata_server": config.metadata_server,
         "global_segment_size": config.global_segment_size,
         "local_buffer_size": config.local_buffer_size,
@@ -80,13 +90,13 @@ def _set_up(native: NativeStore, config: MooncakeConfig, hostname: str) -> None:
         )
 
 
-def _has_port(hostname: str) -> bool:
-    return hostname.rpartition(":")[2].isdigit() and hostname.count(":") == 1
-
-
-def _free_port(hostname: str) -> int:
-    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
-    with closing(socket.socket(family)) as probe:
-        probe.bind((hostname, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _with_port(hostname: str) -> str:
+    """``host:port``, the port a free one of this machine unless the setting names one."""
+    host, separator, port = hostname.rpartition(":")
+    if separator and port.isdigit() and (":" not in host or host.endswith("]")):
+        return hostname
+    bracketed = f"[{hostname}]" if ":" in hostname and not hostname.startswith("[") else hostname
+    with closing(socket.socket()) as probe:
+        # Any address of ours: the name may be one that only others know (behind NAT, in a container).
+        probe.bind(("", 0))
+        return f"{bracketed}:{probe.getsockname()[1]}"

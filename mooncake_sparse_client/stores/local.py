@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from ..config import MIN_SEGMENT_BYTES
+from ..config_values import MIN_SEGMENT_BYTES, parse_size
 from ..errors import ConfigError, LocalProcessError, MissingLibraryError
 from ..waiting import settled
 from . import _guardian
@@ -47,7 +47,7 @@ class LocalMooncake:
     async def start(
         cls,
         *,
-        memory: int | None = None,
+        memory: int | str | None = None,
         rpc_port: int | None = None,
         metrics_port: int | None = None,
         owner_port: int | None = None,
@@ -56,7 +56,7 @@ class LocalMooncake:
     ) -> LocalMooncake:
         """Start the processes and return when they serve.
 
-        ``memory`` is the number of bytes an owner process holds (None: no owner, a master only). A port that
+        ``memory`` is what an owner process holds, in bytes or as text like "4GB" (None: a master only). A port that
         is None is chosen among the free ones. ``lease_ttl_seconds`` is how long the master protects a key
         that was looked up or read (None: Mooncake's default). ``startup_timeout`` is in seconds, for all.
 
@@ -65,11 +65,14 @@ class LocalMooncake:
         not serve in time. No process is left behind then, nor if the call is cancelled.
         """
         wanted = {"rpc_port": rpc_port, "metrics_port": metrics_port, "owner_port": owner_port}
-        if memory is not None:
-            await asyncio.to_thread(check_memory, memory)
+        size = None if memory is None else parse_size(memory, "memory")
+        if size is not None:
+            await asyncio.to_thread(check_memory, size, "memory")
         elif owner_port is not None:
             raise ConfigError(f"owner_port={owner_port} without memory: say how many bytes the owner holds")
-        if lease_ttl_seconds is not None and not 0.001 <= lease_ttl_seconds <= 1e9:
+        if lease_ttl_seconds is not None and not (
+            isinstance(lease_ttl_seconds, int | float) and 0.001 <= lease_ttl_seconds <= 1e9
+        ):
             raise ConfigError(f"lease_ttl_seconds={lease_ttl_seconds} is out of range: use 0.001 to 1e9")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + startup_timeout
@@ -78,7 +81,7 @@ class LocalMooncake:
             local = cls(_choose_ports(wanted))
             attempts_left -= 1
             try:
-                await local._launch(memory, lease_ttl_seconds, deadline)
+                await local._launch(size, lease_ttl_seconds, deadline)
                 return local
             except BaseException as error:
                 await local.aclose()
@@ -135,6 +138,7 @@ class LocalMooncake:
         """Process id of ``mooncake_client``; None without an owner."""
         return self._processes[1].pid if len(self._processes) > 1 else None
 
+    @property
     def alive(self) -> bool:
         """Whether all processes it started still run; False from the moment closing begins."""
         return self._closing is None and not any(process.ended.done() for process in self._processes)
@@ -247,7 +251,7 @@ class _Process:
 
 def _remedy(library: str) -> str:
     if library.startswith("libcu"):
-        return 'it comes with CUDA; the build "mooncake-sparse-client[mooncake-cpu]" does without'
+        return "it comes with CUDA; the build mooncake-transfer-engine-non-cuda does without"
     return f"install the system's libraries: {APT_LINE}"
 
 
@@ -265,14 +269,14 @@ def _find_program(name: str) -> str:
     )
 
 
-def check_memory(memory: int) -> None:
+def check_memory(memory: int, name: str) -> None:
     """Whether a segment of so many bytes can be had here: it is not taken until it is used, and then too late
     to say no. Raises ``ConfigError`` with both numbers. Reads a file: call it on a thread."""
     if memory < MIN_SEGMENT_BYTES:
-        raise ConfigError(f"memory={memory} bytes is below Mooncake's minimum of {MIN_SEGMENT_BYTES} (16 MiB)")
+        raise ConfigError(f"{name}={memory} bytes is below Mooncake's minimum of {MIN_SEGMENT_BYTES} (16 MiB)")
     found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     if found and memory > (available := int(found[1]) * 1024):
-        raise ConfigError(f"memory={memory} bytes exceeds the {available} available (/proc/meminfo): ask for less")
+        raise ConfigError(f"{name}={memory} bytes exceeds the {available} available (/proc/meminfo): ask for less")
 
 
 def _choose_ports(wanted: Mapping[str, int | None]) -> dict[str, int]:
@@ -280,7 +284,7 @@ def _choose_ports(wanted: Mapping[str, int | None]) -> dict[str, int]:
     chosen: dict[str, int] = {}
     with contextlib.ExitStack() as probes:
         for name, port in sorted(wanted.items(), key=lambda item: item[1] is None):
-            if port is not None and not 0 < port < 65536:
+            if port is not None and not (isinstance(port, int) and 0 < port < 65536):
                 raise ConfigError(f"{name}={port} is not a port: use 1 to 65535, or None for a free one")
             try:
                 probe = probes.enter_context(socket.create_server((_HOST, port or 0)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..core.results import Health
 from ..errors import ClientClosedError, ConfigError
-from .base import Failure, GetItem, PutItem, RemoveOutcome, check_distinct
+from .base import Failure, GetItem, PutItem, RemoveOutcome, check_buffers, check_distinct
 
 
 class MemoryStore:
@@ -50,10 +50,14 @@ class MemoryStore:
 
     async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
         self._check([item.key for item in items])
+        for item in items:
+            check_buffers(item.buffers, item.key, writable=False)
         return [self._put(item) for item in items]
 
     async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
         self._check([item.key for item in items])
+        for item in items:
+            check_buffers(item.buffers, item.key, writable=True)
         return [self._get(item) for item in items]
 
     async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:

@@ -22,7 +22,7 @@ from ..core.results import Health
 from ..errors import ClientClosedError, ForkedProcessError, StoreAnswerError, StoreTimeoutError
 from ..waiting import held
 from . import native_codes as codes
-from .base import Failure, GetItem, PutItem, RemoveOutcome, check_distinct
+from .base import Failure, GetItem, PutItem, RemoveOutcome, check_buffers, check_distinct
 from .connecting import open_native_store
 from .native import NativeStore
 
@@ -88,12 +88,15 @@ class MooncakeStore:
         answer = await self._run(self._questions, lambda: self._native.batch_is_exist(list(keys)))
         _check_length(answer, len(keys), what)
         for code in answer:
-            if code < 0:
+            # A replica that is busy or out of reach is not there; anything else is no answer.
+            if code < 0 and codes.meaning_of(code).kind not in ("missing", "busy", "transfer"):
                 raise codes.error_of(code, what)
         return [code == 1 for code in answer]
 
     async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
         self._check([item.key for item in items])
+        for item in items:
+            check_buffers(item.buffers, item.key, writable=False)
         what = f"writing {len(items)} values to {self._where}"
         answer = await self._run(self._data, lambda: _native_put(self._native, items), hold=True)
         _check_length(answer, len(items), what)
@@ -105,6 +108,8 @@ class MooncakeStore:
 
     async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
         self._check([item.key for item in items])
+        for item in items:
+            check_buffers(item.buffers, item.key, writable=True)
         what = f"reading {len(items)} values from {self._where}"
         answer = await self._run(self._data, lambda: _native_get(self._native, items), hold=True)
         _check_length(answer, len(items), what)

@@ -10,10 +10,11 @@ from typing import Final, Protocol
 from ..errors import MissingLibraryError
 
 INSTALL_LINES: Final = """
-    pip install "mooncake-sparse-client[mooncake-cpu]"     # any machine
-    pip install "mooncake-sparse-client[mooncake]"         # CUDA 12
-    pip install "mooncake-sparse-client[mooncake-cuda13]"  # CUDA 13
+    pip install mooncake-transfer-engine-non-cuda   # any machine
+    pip install mooncake-transfer-engine            # CUDA 12
+    pip install mooncake-transfer-engine-cuda13     # CUDA 13
 They exclude each other."""
+
 logger = logging.getLogger(__name__)
 
 _GLOG_LEVEL: Final = "_ZN3fLI17FLAGS_minloglevelE"
@@ -79,7 +80,7 @@ def missing_library(error: ImportError) -> MissingLibraryError:
     elif "libcuda" in words or "libcudart" in words or "libmlx5" in words:
         remedy = (
             "this build is for machines with CUDA; on others uninstall it and "
-            'pip install "mooncake-sparse-client[mooncake-cpu]"'
+            "pip install mooncake-transfer-engine-non-cuda"
         )
     elif "cannot open shared object file" in words:
         remedy = f"install the system's libraries: {APT_LINE}"

@@ -133,7 +133,8 @@ _ERRORS: Final[Mapping[str, type[StoreError]]] = {
 def error_of(code: int, what: str) -> StoreError:
     """A negative code as the exception of a call that failed as a whole."""
     meaning = meaning_of(code)
-    return _ERRORS.get(meaning.kind, StoreRejectedError)(f"{what}: {meaning.text} ({code})")
+    otherwise = StoreUnavailableError if meaning.retriable else StoreRejectedError
+    return _ERRORS.get(meaning.kind, otherwise)(f"{what}: {meaning.text} ({code})")
 
 
 #: What says that the store as a whole is out of reach, which is no single key's trouble.

@@ -82,7 +82,8 @@ def test_the_key_of_every_part() -> None:
     )
     assert schema.key(5, "abcd.1") == "fleet@org/model@fp:00ff@tp_rank:1@pcp2@dcp3@pp_rank:4@group:5@abcd.1"
     assert schema.rank == (1, 2, 3, 4)
-    assert schema.key_ranks == ((1, 2, 3, 4),)
+    assert schema.key_ranks == ()
+    assert schema.lookup_ranks == ((1, 2, 3, 4),)
     assert KeySchema("m").key(0, "ab") == "m@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@ab"
     assert KeySchema.vllm("m", tp_rank=1, cache_prefix="p").key(0, "ab") == (
         "p@m@tp_rank:1@pcp0@dcp0@pp_rank:0@group:0@ab"

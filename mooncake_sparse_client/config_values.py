@@ -1,0 +1,108 @@
+"""What single settings of a store may be. Each error names the place that the value came from."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final, Literal, TypeAlias
+
+from .errors import ConfigError
+
+Mode: TypeAlias = Literal["embedded", "remote"]
+#: A value, and where it came from: an argument, a variable, a file.
+Setting: TypeAlias = tuple[object, str]
+
+CONFIG_PATH_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
+#: The native store refuses a smaller segment, and is left half alive by it.
+MIN_SEGMENT_BYTES: Final = 16 << 20
+
+_UNITS: Final = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
+
+
+def parse_size(value: object, origin: str) -> int:
+    """Bytes from an int or from text such as ``"4GB"``, ``"0.5 GiB"`` or ``"64mb"`` (powers of 1024).
+
+    Raises ``ConfigError`` that names ``origin``.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        unit = match[2].upper().replace("IB", "B") if match else None
+        factor = None if unit is None else _UNITS.get(unit, _UNITS.get(unit + "B"))
+        if match and factor is not None and len(match[1]) <= 20:
+            return int(float(match[1]) * factor)
+    raise ConfigError(f"{origin} is {value!r}; a size is a number of bytes, or text such as '512MB' or '4GB'")
+
+
+def checked_mode(value: object, origin: str) -> Mode:
+    value = value.strip() if isinstance(value, str) else value
+    # vLLM's word for a store whose memory other processes hold.
+    if value in ("remote", "standalone-store"):
+        return "remote"
+    if value == "embedded":
+        return "embedded"
+    raise ConfigError(f"{origin} is {value!r}; the mode is 'remote' or 'embedded'")
+
+
+def checked_address(value: object, origin: str) -> str:
+    if not value:
+        raise ConfigError(
+            "no master address: pass master_server_address='host:port', set MOONCAKE_MASTER, or name a file "
+            f"in {CONFIG_PATH_VARIABLE}. `python -m mooncake_sparse_client serve` starts a local one"
+        )
+    pattern = r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})"
+    match = re.fullmatch(pattern, value.strip()) if isinstance(value, str) else None
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        raise ConfigError(f"{origin} is {value!r}; the master's address is 'host:port', such as '127.0.0.1:50051'")
+    return match[0]
+
+
+def checked_text(value: object, origin: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{origin} must be text, not {value!r}")
+    return value.strip()
+
+
+def checked_metadata(value: object, origin: str) -> str:
+    value = checked_text(value, origin)
+    if value.upper() == "P2PHANDSHAKE":
+        return "P2PHANDSHAKE"  # the native library takes another spelling for the name of an etcd host
+    if value.lower().startswith("redis:"):
+        raise ConfigError(f"{origin} is {value!r}: redis makes the native library end the process; use P2PHANDSHAKE")
+    if not value:
+        raise ConfigError(f"{origin} is empty; use P2PHANDSHAKE, etcd://... or http://...")
+    return value
+
+
+def checked_protocol(value: object, origin: str) -> str:
+    if checked_text(value, origin).lower() != "tcp":
+        raise ConfigError(
+            f"{origin} is {value!r}; this version moves bytes over 'tcp' only: other protocols need memory that is "
+            "registered with the device, and would fall back to TCP without a word"
+        )
+    return "tcp"
+
+
+def checked_seconds(value: object, origin: str) -> float:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError as error:
+            raise ConfigError(f"{origin} is {value!r}; it is a positive number of seconds") from error
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{origin} is {value!r}; it is a positive number of seconds")
+    return float(value)
+
+
+def checked_segment(mode: Mode, value: object, origin: str) -> int:
+    """Bytes that this process lends: 0 in remote mode."""
+    size = parse_size(value, origin)
+    if mode == "remote":
+        # A file or environment shared with embedded processes may name a size; it is not for this client.
+        if size and origin.startswith("argument"):
+            raise ConfigError(f"{origin} is {value!r}, but mode 'remote' lends no memory; use mode='embedded'")
+        return 0
+    if size < MIN_SEGMENT_BYTES:
+        raise ConfigError(f"{origin} is {size} bytes; the native store wants at least {MIN_SEGMENT_BYTES}")
+    return size
