@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import mmap
+import reprlib
 from array import array
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -14,6 +16,8 @@ from .errors import InvalidBufferError
 
 #: Plain, C-contiguous bytes in memory.
 Buffer: TypeAlias = "bytes | bytearray | memoryview | NDArray[np.generic] | array[int] | array[float] | mmap.mmap"
+#: ``(group, chunk)``.
+ChunkId: TypeAlias = tuple[int, int]
 #: A chunk in one piece, or in several that stand for one after another (K and V, or a piece a layer).
 ChunkBuffers: TypeAlias = "Buffer | list[Buffer] | tuple[Buffer, ...]"
 #: Asked for ``(group, chunk)``; None, or an absent key: the chunk's bytes are not to be had.
@@ -26,7 +30,7 @@ def check_source(source: Source) -> None:
     """Raises ``InvalidBufferError`` for something that can never be asked for a chunk."""
     if not callable(source) and not isinstance(source, Mapping):
         raise InvalidBufferError(
-            f"a source or sink is a callable (group, chunk) -> buffer, or a mapping, not {source!r}"
+            f"a source or sink is a callable (group, chunk) -> buffer, or a mapping, not {reprlib.repr(source)}"
         )
 
 
@@ -54,24 +58,38 @@ def open_sink(sink: Sink, group: int, chunk: int, nbytes: int) -> tuple[memoryvi
 
 
 class SinkPlaces:
-    """The memory that one get reads into: no two chunks may share any of it."""
+    """The memory that one get reads into: no two chunks of the hit may share any of it.
+
+    The bytes of one would be found under the other, and taken for damage of what is stored.
+    """
 
     def __init__(self) -> None:
-        self._owners: dict[int, tuple[int, int]] = {}
+        #: ``(start, end, chunk)`` by address.
+        self._taken: list[tuple[int, int, ChunkId]] = []
+        # Memory that nobody holds would be given out anew, and be taken for shared.
+        self._views: dict[ChunkId, tuple[memoryview, ...]] = {}
 
-    def take(self, views: Mapping[tuple[int, int], tuple[memoryview, ...]]) -> None:
-        """Note where a batch's chunks go. Raises ``InvalidBufferError`` for chunks that would meet: the bytes of
-        one would be found under the other, and taken for damage of what is stored."""
-        places = sorted((address_of(view), view.nbytes, where) for where, some in views.items() for view in some)
-        last_end, last_owner = 0, (-1, -1)
-        for start, nbytes, where in places:
-            other = last_owner if start < last_end else self._owners.get(start, where)
-            if other != where or start < last_end:
-                raise InvalidBufferError(
-                    f"the sink's buffers for (group, chunk) {other} and {where} overlap; give each its own memory"
-                )
-            self._owners[start] = where
-            last_end, last_owner = start + nbytes, where
+    def keep(self, wanted: Callable[[ChunkId], bool]) -> None:
+        """Forget the chunks that are no longer part of the hit: their memory may serve others."""
+        self._views = {where: views for where, views in self._views.items() if wanted(where)}
+        self._taken = [place for place in self._taken if place[2] in self._views]
+
+    def take(self, where: ChunkId, views: tuple[memoryview, ...]) -> None:
+        """Note where a chunk goes, instead of where it went before. Raises ``InvalidBufferError``."""
+        if where in self._views:
+            self.keep(lambda other: other != where)
+        self._views[where] = views
+        for view in views:
+            start = address_of(view)
+            place = (start, start + view.nbytes, where)
+            at = bisect.bisect(self._taken, place)
+            for other in self._taken[max(at - 1, 0) : at + 1]:
+                if other[0] < place[1] and place[0] < other[1]:
+                    raise InvalidBufferError(
+                        f"the sink's buffers for (group, chunk) {other[2]} and {where} overlap; "
+                        "each chunk, and each piece of one, needs memory of its own"
+                    )
+            self._taken.insert(at, place)
 
 
 def address_of(view: memoryview) -> int:

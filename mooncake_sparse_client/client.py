@@ -18,6 +18,8 @@ from .lifecycle import ClientLifecycle
 
 #: Prompts with more tokens than this to hash are hashed on a thread.
 _HASH_INLINE_TOKENS = 4096
+#: Seconds. What masters lease by default is 5 or 10; a store speaks of the shorter one, to be safe when it reads.
+_LONGEST_LEASE = 10.0
 _OUT_OF_REACH = (StoreUnavailableError, StoreTimeoutError)
 
 
@@ -273,8 +275,8 @@ class SparseStoreClient(ClientLifecycle):
     @property
     def _patience(self) -> float:
         """Seconds for a full store to make room: a lease must have run out by then, and time be left to say so."""
-        lease = self._transport.store.lease_seconds
-        return self._timeout / 2 if lease is None else min(self._timeout / 2, lease + 1)
+        lease = max(self._transport.store.lease_seconds or 0, _LONGEST_LEASE)
+        return min(self._timeout / 2, lease + 1)
 
     def _check_sequence(self, sequence: TokenSequence) -> None:
         if not isinstance(sequence, TokenSequence):

@@ -81,6 +81,7 @@ class ClientLifecycle:
         self._state = _State.NEW
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._opening: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()
         if not isinstance(limits, Limits):
@@ -169,9 +170,11 @@ class ClientLifecycle:
     async def __aenter__(self) -> Self:
         if self._state is _State.NEW and self._opener is not None:
             self._state = _State.OPENING
+            self._opening = asyncio.get_running_loop().create_future()
             try:
                 await self._open(self._opener)
             finally:
+                self._opening.set_result(None)
                 if self._state is _State.OPENING:
                     self._state = _State.NEW  # it failed, and may be tried again
         self._check_open()
@@ -197,6 +200,8 @@ class ClientLifecycle:
             self._check_open()
             self._closing = asyncio.create_task(self._close())
         self._state = _State.CLOSED
+        if self._opening is not None:
+            await asyncio.wait([self._opening])  # who opens it finds it closed, and lets go of what was opened
         if self._closing is not None:
             await settled(self._closing)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -50,6 +51,8 @@ class Reader:
             plan = plan_get(layout, hit.num_tokens, progress.present, progress.arrived, local_tokens=hit.local_tokens)
             if plan.complete:
                 return self._result(plan.hit_length, hit, progress, sink)
+            wanted = load_mask(layout, plan.hit_length, local_tokens=hit.local_tokens)
+            progress.places.keep(functools.partial(_has, wanted))
             await self._read(self._jobs(hit, plan), sink, progress)
         length = longest_arrived_prefix(
             layout, hit.num_tokens, progress.present, progress.arrived, local_tokens=hit.local_tokens
@@ -110,7 +113,8 @@ class Reader:
     ) -> list[tuple[ChunkJob, memoryview | None, Failure | None]]:
         payloads = [self._payload(job, sink) for job in batch]
         if sink is not None:
-            progress.places.take({(job.group, job.chunk): views for job, views in zip(batch, payloads, strict=True)})
+            for job, views in zip(batch, payloads, strict=True):
+                progress.places.take((job.group, job.chunk), views)
         size = self._identity.value_format.header_size
         headers = memoryview(bytearray(size * len(batch)))
         heads = [headers[number * size : (number + 1) * size] for number in range(len(batch))]
@@ -152,6 +156,11 @@ class Reader:
             if sink is None:
                 chunks |= {(group, chunk): progress.chunks[group, chunk] for chunk in np.flatnonzero(mask).tolist()}
         return GetResult(hit_length, tuple(progress.failures), chunks, loaded)
+
+
+def _has(masks: tuple[BoolArray, ...], where: tuple[int, int]) -> bool:
+    group, chunk = where
+    return chunk < len(masks[group]) and bool(masks[group][chunk])
 
 
 #: What a reader finds wrong with bytes that did arrive, or with their number.

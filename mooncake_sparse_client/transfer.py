@@ -23,13 +23,12 @@ _LEDGER_SIZE = 65536
 
 @dataclass(frozen=True, slots=True)
 class ChunkJob:
-    """One chunk to move. ``replace``: what is stored under its key is damaged."""
+    """One chunk to move."""
 
     group: int
     chunk: int
     name: str
     key: str
-    replace: bool = False
 
 
 class Ledger:
@@ -51,6 +50,10 @@ class Ledger:
 
     def clear(self, key: str) -> None:
         self._damaged.pop(key, None)
+        self._lost.pop(key, None)
+
+    def found(self, key: str) -> None:
+        """It exists after all; whether it is damaged is another matter."""
         self._lost.pop(key, None)
 
     def is_damaged(self, key: str) -> bool:
@@ -77,14 +80,14 @@ class Transport:
         self._plain_store = store
         self._value_bytes = tuple(size + identity.value_format.header_size for size in identity.layout.page_sizes)
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="sparse-client")
-        # Reads into memory of ours that nobody waits for any more, until the native call is back.
-        self._abandoned: set[asyncio.Task[object]] = set()
         self._closed = False
         self.enter_loop()
 
     def enter_loop(self) -> None:
         """Make anew what waits, since it belongs to the event loop that it first waited in."""
         self._slots = asyncio.Semaphore(self.limits.concurrency)
+        # Reads into memory of ours that nobody waits for any more, until the native call is back.
+        self._abandoned: set[asyncio.Task[object]] = set()
         rate = self.limits.requests_per_second
         self.store = self._plain_store if rate is None else ThrottledStore(self._plain_store, rate)
 
@@ -114,10 +117,10 @@ class Transport:
                 return await move(jobs[batch.start : batch.stop])
 
         batches = cut_batches(sizes, max_bytes=limits.max_batch_bytes, max_count=limits.max_batch_chunks)
-        return await run_all(self._leave_behind(one(batch)) if abandonable else one(batch) for batch in batches)
+        return await run_all(self._leave_behind(one, batch) if abandonable else one(batch) for batch in batches)
 
-    async def _leave_behind(self, call: Coroutine[None, None, T]) -> T:
-        task = asyncio.ensure_future(call)
+    async def _leave_behind(self, move: Callable[[range], Coroutine[None, None, T]], batch: range) -> T:
+        task = asyncio.ensure_future(move(batch))
         self._abandoned.add(task)
         task.add_done_callback(self._forget)
         try:

@@ -54,6 +54,7 @@ class PutStep:
         self._source = source
         self._confirm = confirm
         self._patience = patience
+        self._deadline = 0.0
         self._page_sizes = transport.identity.layout.page_sizes
         self._written = self._existing = self._unavailable = NOTHING
         self._failures: list[ChunkFailure] = []
@@ -63,6 +64,7 @@ class PutStep:
 
     async def run(self) -> None:
         """Settle every chunk that the plan keeps. Raises what the store or the source raises."""
+        self._deadline = time.monotonic() + self._patience
         await self._transport.compute(self._take_jobs)
         while jobs := list(self._open.values()):
             await self._put_claimable(jobs)
@@ -94,11 +96,10 @@ class PutStep:
             names = identity.keys.names(self._block_hashes, group, chunks)
             keys = identity.keys.own_keys(self._block_hashes, group, chunks)
             for (chunk, known), name, key in zip(kept, names, keys, strict=True):
-                replace = identity.owns_namespace and ledger.is_damaged(key)
                 if known and not ledger.is_suspect(key):
                     self._existing += Tally(1, self._page_sizes[group])
                 else:
-                    self._open[key] = ChunkJob(group, chunk, name, key, replace)
+                    self._open[key] = ChunkJob(group, chunk, name, key)
 
     async def _put_claimable(self, jobs: Sequence[ChunkJob]) -> None:
         """Put the jobs whose keys nobody else puts now, then wait for the others."""
@@ -114,30 +115,35 @@ class PutStep:
                 self._answer(job, stored=False)
         for job, claim in theirs:
             await asyncio.wait([claim])  # which, other than awaiting it, never cancels another's claim
-            if claim.result():
+            if claim.result() and not self._replaces(job):
                 self._exists(job)
 
     async def _put_missing(self, jobs: Sequence[ChunkJob]) -> None:
-        unsure = [job for job in jobs if not job.replace]
+        unsure = [job for job in jobs if not self._replaces(job)]
         for job, exists in zip(unsure, await self._transport.exists_at_all(all_keys(unsure)), strict=True):
-            if exists:
-                self._transport.ledger.clear(job.key)
+            if exists and not self._replaces(job):
+                self._transport.ledger.found(job.key)
                 self._exists(job)
         await self._write(jobs)
 
+    def _replaces(self, job: ChunkJob) -> bool:
+        """Whether what is stored is damaged by now, and ours to replace."""
+        return self._transport.identity.owns_namespace and self._transport.ledger.is_damaged(job.key)
+
     async def _write(self, jobs: Sequence[ChunkJob]) -> None:
         """Write the jobs that are open; what a full store refuses is tried again until patience ends."""
-        deadline = time.monotonic() + self._patience
         # Eviction makes room within milliseconds, an expiring lease within seconds.
         pauses = itertools.chain(_PAUSES, itertools.repeat(_PAUSES[-1]))
         while missing := [job for job in jobs if job.key in self._open]:
             await self._transport.each_batch(missing, self._write_batch)
             refused = [job for job in missing if job.key in self._open]
-            if time.monotonic() > deadline:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
                 for job in refused:
                     self._failed(job, _FULL)
             elif refused:
-                await asyncio.sleep(next(pauses) * random.uniform(0.5, 1.0))  # noqa: S311 - spreads the attempts
+                pause = next(pauses) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads the attempts of many clients
+                await asyncio.sleep(min(pause, left))
 
     async def _write_batch(self, batch: Sequence[ChunkJob]) -> None:
         pairs = []
@@ -153,7 +159,7 @@ class PutStep:
 
         def framed() -> list[PutItem]:
             return [
-                PutItem(job.key, (memoryview(header), *payload) if header else payload, job.replace)
+                PutItem(job.key, (memoryview(header), *payload) if header else payload, self._replaces(job))
                 for job, payload in pairs
                 for header in (value_format.header(job.group, job.name, payload),)
             ]

@@ -872,6 +872,65 @@ async def test_chunks_may_not_share_a_sinks_memory() -> None:
             assert (await client.get(sequence)).hit_length == 96  # nothing counts as damaged
 
 
+async def test_pieces_that_meet_only_in_part_are_refused_too() -> None:
+    room = memoryview(bytearray(1000))
+    for limits in (Limits(), Limits(max_batch_chunks=1, concurrency=1)):
+        async with client_of(MemoryStore(), F16, limits=limits) as client:
+            sequence = client.sequence(range(100))
+            await client.put(sequence, Pages(F16))
+            with pytest.raises(InvalidBufferError, match="overlap"):
+                await client.get(sequence, into=lambda group, chunk: room[40 * chunk : 40 * chunk + 48])
+
+
+async def test_a_shortened_hit_may_use_memory_again() -> None:
+    """One slot for the state of a request, whichever it is: a natural layout."""
+    layout = KVCacheLayout([FullAttentionSpec(16, page_size_bytes=48), MambaSpec(16, page_size_bytes=32)])
+    async with client_of(MemoryStore(), layout) as client:
+        sequence = client.sequence(range(100))
+        await client.put(sequence, Pages(layout))
+        hit = await client.lookup(sequence)
+        await client._transport.store.remove([key_of(client, sequence, 0, 3)])
+        state, pages = bytearray(32), bytearray(48 * 6)
+        got = await client.get(
+            hit, into=lambda group, chunk: state if group else memoryview(pages)[48 * chunk : 48 * chunk + 48]
+        )
+        assert got.hit_length == 48
+        assert state == page(1, 2, 32)
+        assert pages[: 48 * 3] == b"".join(page(0, chunk, 48) for chunk in range(3))
+
+
+async def test_a_sink_may_make_its_memory_on_the_spot() -> None:
+    async with client_of(MemoryStore(), F16, limits=Limits(max_batch_chunks=1, concurrency=1)) as client:
+        sequence = client.sequence(range(100))
+        await client.put(sequence, Pages(F16))
+        assert (await client.get(sequence, into=lambda group, chunk: bytearray(48))).hit_length == 96
+
+
+async def test_damage_found_while_a_put_asks_is_replaced_by_it() -> None:
+    spy = Spy()
+    async with client_of(spy, F16) as client:
+        sequence = client.sequence(range(20))
+        await client.put(sequence, Pages(F16))
+        hit, key = await client.lookup(sequence), key_of(client, sequence, 0, 0)
+        spy.memory._values[key] = bytes(len(spy.memory._values[key]))
+        asking = asyncio.Event()
+        real = spy.exists
+
+        async def held_up(keys: Sequence[str]) -> list[bool]:
+            asking.set()
+            found = await real(keys)
+            await asyncio.sleep(0.05)
+            return found
+
+        spy.exists = held_up  # type: ignore[method-assign]
+        put = asyncio.create_task(client.put(sequence, Pages(F16)))
+        await asking.wait()
+        assert (await client.get(hit)).failures == (ChunkFailure(0, 0, "header"),)
+        assert (await put).written.chunks == 1
+        assert spy.replaced == [key]
+        assert (await client.get(sequence)).hit_length == 16
+
+
 async def test_what_was_removed_is_damaged_no_more() -> None:
     store = MemoryStore()
     async with client_of(store) as client, client_of(store) as other:

@@ -94,7 +94,7 @@ class Store(Protocol):
 def check_buffers(buffers: tuple[memoryview, ...], key: str, *, writable: bool) -> None:
     """Native code takes addresses: it would write to read-only memory, and misread what is not plain bytes."""
     for buffer in buffers:
-        if not buffer.c_contiguous or buffer.itemsize != 1:
+        if not isinstance(buffer, memoryview) or not buffer.c_contiguous or buffer.itemsize != 1:
             raise InvalidBufferError(f"a buffer for {key!r} is no contiguous view of bytes; cast or copy it first")
         if writable and buffer.readonly:
             raise InvalidBufferError(f"a buffer for {key!r} is read-only; read into writable memory")

@@ -50,8 +50,8 @@ async def _probe_master(config: MooncakeConfig, timeout: float) -> str:
     return local_host
 
 
-#: The variables that we set ourselves, which a later connection may set anew; the user's stay.
-_ours: set[str] = set()
+#: The variables that we set, and to what: a later connection may set those anew; what the user sets stays.
+_ours: dict[str, str] = {}
 
 
 def _bound_native_calls(timeout: float) -> None:
@@ -62,9 +62,8 @@ def _bound_native_calls(timeout: float) -> None:
         "MC_STORE_CLIENT_SETUP_RETRIES": 1,
     }
     for name, value in values.items():
-        if name in _ours or name not in os.environ:
-            _ours.add(name)
-            os.environ[name] = str(value)
+        if os.environ.get(name) == _ours.get(name):
+            _ours[name] = os.environ[name] = str(value)
 
 
 def _set_up(native: NativeStore, config: MooncakeConfig, hostname: str) -> None:

@@ -108,7 +108,8 @@ class MemoryStore:
             return Failure("length", False, f"{item.key!r} has {len(value)} bytes, not {wanted}")
         offset = 0
         for buffer in item.buffers:
-            buffer[:] = value[offset : offset + buffer.nbytes]
+            if buffer.nbytes:
+                buffer.cast("B")[:] = value[offset : offset + buffer.nbytes]
             offset += buffer.nbytes
         return None
 
