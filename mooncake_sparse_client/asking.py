@@ -10,7 +10,7 @@ import numpy as np
 
 from .core.masks import BoolArray, load_mask, read_only, store_mask
 from .core.plans import PrefixHit, lookup_questions, lookup_stages, needed_again, no_presence
-from .core.prefix import explain_prefix
+from .core.prefix import PrefixReport, explain_prefix
 from .core.results import RemoveResult
 from .stores.base import RemoveOutcome
 from .transfer import Transport
@@ -41,32 +41,32 @@ class Asker:
                 asked[group] = upto
             report = explain_prefix(layout, num_tokens, present, local_tokens=local, asked_lengths=asked)
             upto = min(upto, *(report.group_lengths[group] for group in stage))
-        return self.hit_of(hashes, num_tokens, present, asked, local, asked_at=asked_at, keys_asked=keys_asked)
+        return self._hit(hashes, num_tokens, present, report, local, asked_at=asked_at, keys_asked=keys_asked)
 
     def nothing(self, hashes: Hashes, num_tokens: int, local_tokens: int) -> PrefixHit:
         """The hit of a store that has nothing, or was not asked."""
-        layout = self._identity.layout
+        layout, present = self._identity.layout, no_presence(self._identity.layout, num_tokens)
         local = min(layout.align(local_tokens), layout.hit_cap(num_tokens))
-        present, asked = no_presence(layout, num_tokens), [local] * len(layout.groups)
-        return self.hit_of(hashes, num_tokens, present, asked, local, asked_at=time.monotonic(), keys_asked=0)
+        asked = [local] * len(layout.groups)
+        report = explain_prefix(layout, num_tokens, present, local_tokens=local, asked_lengths=asked)
+        return self._hit(hashes, num_tokens, present, report, local, asked_at=time.monotonic(), keys_asked=0)
 
-    def hit_of(
+    def _hit(
         self,
         hashes: Hashes,
         num_tokens: int,
         present: tuple[BoolArray, ...],
-        asked: Sequence[int],
+        report: PrefixReport,
         local: int,
         *,
         asked_at: float,
         keys_asked: int,
     ) -> PrefixHit:
-        layout, schema = self._identity.layout, self._identity.keys.schema
-        report = explain_prefix(layout, num_tokens, present, local_tokens=local, asked_lengths=asked)
+        schema = self._identity.keys.schema
         return PrefixHit(
             hit_length=report.hit_length,
             shared_length=report.shared_length,
-            load_masks=read_only(load_mask(layout, report.hit_length, local_tokens=local)),
+            load_masks=read_only(load_mask(self._identity.layout, report.hit_length, local_tokens=local)),
             report=report,
             num_tokens=num_tokens,
             local_tokens=local,

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import InvalidBufferError
+from .views import address_of
 
 #: Plain, C-contiguous bytes in memory.
 Buffer: TypeAlias = "bytes | bytearray | memoryview | NDArray[np.generic] | array[int] | array[float] | mmap.mmap"
@@ -90,11 +91,6 @@ class SinkPlaces:
                         "each chunk, and each piece of one, needs memory of its own"
                     )
             self._taken.insert(at, place)
-
-
-def address_of(view: memoryview) -> int:
-    """Where a view's bytes begin, writable or not."""
-    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def _views(found: ChunkBuffers, what: str, nbytes: int) -> tuple[memoryview, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Coroutine, Sequence
+from typing import NamedTuple
 
 from numpy.typing import ArrayLike
 
@@ -13,14 +14,24 @@ from .core.masks import BoolArray, token_count
 from .core.plans import PrefixHit, PutPlan, no_presence, plan_put
 from .core.results import GetResult, Health, PutResult, RemoveResult
 from .core.sequence import TokenSequence
-from .errors import InvalidRequestError, StoreTimeoutError, StoreUnavailableError
+from .errors import InvalidRequestError, StoreTimeoutError
 from .lifecycle import ClientLifecycle
+from .writing import PutStep
 
 #: Prompts with more tokens than this to hash are hashed on a thread.
 _HASH_INLINE_TOKENS = 4096
 #: Seconds. What masters lease by default is 5 or 10; a store speaks of the shorter one, to be safe when it reads.
 _LONGEST_LEASE = 10.0
-_OUT_OF_REACH = (StoreUnavailableError, StoreTimeoutError)
+
+
+class _Wanted(NamedTuple):
+    """What ``put`` and ``plan_put`` are asked to keep; see ``put``."""
+
+    hit: PrefixHit | None
+    num_tokens: int | None
+    num_prompt_tokens: int | None
+    start_token: int
+    boundaries: Sequence[int]
 
 
 class SparseStoreClient(ClientLifecycle):
@@ -67,9 +78,7 @@ class SparseStoreClient(ClientLifecycle):
         try:
             async with self._bounded("looking a sequence up"):
                 return await self._asker.lookup(hashes, num_tokens, local)
-        except _OUT_OF_REACH:
-            if self._when_down == "raise":
-                raise
+        except self._misses:
             return self._asker.nothing(hashes, num_tokens, local)
 
     async def get(self, hit_or_sequence: PrefixHit | TokenSequence, *, into: Sink | None = None) -> GetResult:
@@ -98,9 +107,7 @@ class SparseStoreClient(ClientLifecycle):
                 if isinstance(hit_or_sequence, TokenSequence):
                     hit = await self._asker.lookup(hashes, num_tokens, 0)
                 return await self._reader.get(hit, await self._asker.present_now(hit), into)
-        except _OUT_OF_REACH as error:
-            if self._when_down == "raise":
-                raise
+        except self._misses as error:
             return self._reader.nothing(hit, error.kind)
 
     def put(
@@ -131,49 +138,20 @@ class SparseStoreClient(ClientLifecycle):
         as ``failed``.
         """
         length = len(sequence) if isinstance(sequence, TokenSequence) else 0
-        return self._put(
-            sequence,
-            length,
-            source,
-            hit=hit,
-            num_tokens=num_tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            start_token=start_token,
-            boundaries=boundaries,
-            confirm=confirm,
-        )
+        wanted = _Wanted(hit, num_tokens, num_prompt_tokens, start_token, boundaries)
+        return self._put(sequence, length, source, wanted, confirm=confirm)
 
     async def _put(
-        self,
-        sequence: TokenSequence,
-        length: int,
-        source: Source,
-        *,
-        hit: PrefixHit | None,
-        num_tokens: int | None,
-        num_prompt_tokens: int | None,
-        start_token: int,
-        boundaries: Sequence[int],
-        confirm: bool,
+        self, sequence: TokenSequence, length: int, source: Source, wanted: _Wanted, *, confirm: bool
     ) -> PutResult:
         check_source(source)
         hashes, _ = await self._hashes(sequence, length)
-        plan = self._plan(
-            hashes,
-            length,
-            hit=hit,
-            num_tokens=num_tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            start_token=start_token,
-            boundaries=boundaries,
-        )
-        step = self._writer.step(plan, hashes, source, confirm=confirm, patience=self._patience)
+        plan = self._plan(hashes, length, wanted)
+        step = PutStep(self._transport, plan, hashes, source, confirm=confirm, patience=self._patience)
         try:
             async with self._bounded(f"putting tokens {plan.start_token} to {plan.end_token}", step.so_far):
                 await step.run()
-        except _OUT_OF_REACH as error:
-            if self._when_down == "raise":
-                raise
+        except self._misses as error:
             step.fail_the_rest(error.kind)
         return step.result()
 
@@ -190,27 +168,11 @@ class SparseStoreClient(ClientLifecycle):
         """What ``put`` would keep, decided without asking the store."""
         self._check_not_closed()
         self._check_sequence(sequence)
-        return self._plan(
-            sequence.block_hashes,
-            len(sequence),
-            hit=hit,
-            num_tokens=num_tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            start_token=start_token,
-            boundaries=boundaries,
-        )
+        wanted = _Wanted(hit, num_tokens, num_prompt_tokens, start_token, boundaries)
+        return self._plan(sequence.block_hashes, len(sequence), wanted)
 
-    def _plan(
-        self,
-        hashes: tuple[bytes, ...],
-        length: int,
-        *,
-        hit: PrefixHit | None,
-        num_tokens: int | None,
-        num_prompt_tokens: int | None,
-        start_token: int,
-        boundaries: Sequence[int],
-    ) -> PutPlan:
+    def _plan(self, hashes: tuple[bytes, ...], length: int, wanted: _Wanted) -> PutPlan:
+        hit = wanted.hit
         if hit is not None:
             self._check_hit(hit)
             if hashes[: len(hit.block_hashes)] != hit.block_hashes:
@@ -223,10 +185,10 @@ class SparseStoreClient(ClientLifecycle):
             length,
             hit=hit,
             trust_hit=hit is not None and self.keys.rank in hit.key_ranks,
-            num_tokens=num_tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            start_token=start_token,
-            boundaries=boundaries,
+            num_tokens=wanted.num_tokens,
+            num_prompt_tokens=wanted.num_prompt_tokens,
+            start_token=wanted.start_token,
+            boundaries=wanted.boundaries,
             retention_interval=self.retention_interval,
         )
 
@@ -239,9 +201,7 @@ class SparseStoreClient(ClientLifecycle):
         try:
             async with self._bounded("asking for the chunks of a sequence"):
                 return await self._asker.exists(hashes, num_tokens, all_chunks=all_chunks)
-        except _OUT_OF_REACH:
-            if self._when_down == "raise":
-                raise
+        except self._misses:
             return no_presence(self.layout, num_tokens)
 
     async def remove(self, sequence: TokenSequence, *, force: bool = False) -> RemoveResult:

@@ -28,6 +28,8 @@ class Identity:
     hasher: BlockHasher
     keys: KeyBuilder
     value_format: ValueFormat
+    #: Bytes of one chunk's payload, a number a group.
+    page_sizes: tuple[int, ...]
 
     @property
     def owns_namespace(self) -> bool:
@@ -36,7 +38,7 @@ class Identity:
 
     def value_bytes(self, group: int) -> int:
         """Bytes of one stored value of a group, header included."""
-        return self.layout.page_sizes[group] + self.value_format.header_size
+        return self.page_sizes[group] + self.value_format.header_size
 
 
 def resolve_identity(
@@ -65,7 +67,7 @@ def resolve_identity(
         raise ConfigError(f"value_format is {value_format!r}; it is 'framed' or 'raw'")
     if not isinstance(layout, KVCacheLayout):
         raise InvalidLayoutError(f"layout must be a KVCacheLayout, not {layout!r}")
-    _ = layout.page_sizes  # a client must know the bytes of every chunk
+    page_sizes = layout.page_sizes
     if profile == "vllm" and not layout.hash_block_size_given:
         layout = layout.with_hash_block_size(layout.common_block_size)
     if hasher is None:
@@ -81,7 +83,7 @@ def resolve_identity(
         )
     digits = fingerprint(layout, hasher, format_version=ValueFormat.version_of(name), dtype=dtype, revision=revision)
     schema = _schema(keys, model_name, profile, digits)
-    return Identity(layout, hasher, KeyBuilder(layout, schema), ValueFormat(name, digits))
+    return Identity(layout, hasher, KeyBuilder(layout, schema), ValueFormat(name, digits), page_sizes)
 
 
 def _schema(keys: KeySchema | None, model_name: str, profile: Profile, digits: str) -> KeySchema:

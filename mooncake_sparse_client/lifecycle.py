@@ -25,6 +25,7 @@ from .errors import (
     InvalidRequestError,
     InvalidRetentionError,
     StoreTimeoutError,
+    StoreUnavailableError,
 )
 from .identity import Profile, resolve_identity
 from .reading import Reader
@@ -44,11 +45,11 @@ from .settings import (
 from .stores.base import Store
 from .transfer import Transport
 from .waiting import settled
-from .writing import Writer
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_LIMITS = Limits()
+_OUT_OF_REACH = (StoreUnavailableError, StoreTimeoutError)
 
 
 class _State(Enum):
@@ -88,7 +89,8 @@ class ClientLifecycle:
             raise ConfigError(f"limits must be a Limits, not {limits!r}")
         self._limits = limits
         self._timeout = checked_timeout(timeout)
-        self._when_down = checked_when_down(when_down)
+        # What of a store that is out of reach counts as a miss, and is not raised.
+        self._misses = _OUT_OF_REACH if checked_when_down(when_down) == "miss" else ()
         self._identity = resolve_identity(
             layout,
             model_name=model_name,
@@ -164,7 +166,6 @@ class ClientLifecycle:
             )
         self._transport = Transport(store, self._identity, self._limits)
         self._asker, self._reader = Asker(self._transport), Reader(self._transport)
-        self._writer = Writer(self._transport)
         self._state = _State.OPEN
 
     async def __aenter__(self) -> Self:
@@ -279,5 +280,4 @@ class ClientLifecycle:
                     "this client is in use on another event loop; make one client for each, over the same store address"
                 )
             self._transport.enter_loop()
-            self._writer = Writer(self._transport)
         self._loop = loop

@@ -51,8 +51,7 @@ class Reader:
             plan = plan_get(layout, hit.num_tokens, progress.present, progress.arrived, local_tokens=hit.local_tokens)
             if plan.complete:
                 return self._result(plan.hit_length, hit, progress, sink)
-            wanted = load_mask(layout, plan.hit_length, local_tokens=hit.local_tokens)
-            progress.places.keep(functools.partial(_has, wanted))
+            progress.places.keep(functools.partial(_has, plan.load_masks))
             await self._read(self._jobs(hit, plan), sink, progress)
         length = longest_arrived_prefix(
             layout, hit.num_tokens, progress.present, progress.arrived, local_tokens=hit.local_tokens
@@ -69,14 +68,11 @@ class Reader:
         return GetResult(min(hit.local_tokens, hit.report.cap), failures)
 
     def _jobs(self, hit: PrefixHit, plan: GetPlan) -> list[ChunkJob]:
-        keys = self._identity.keys
-        jobs = []
-        for group, mask in enumerate(plan.missing):
-            chunks = np.flatnonzero(mask).tolist()
-            names = keys.names(hit.block_hashes, group, chunks)
-            owns = keys.own_keys(hit.block_hashes, group, chunks)
-            jobs += [ChunkJob(group, chunk, name, key) for chunk, name, key in zip(chunks, names, owns, strict=True)]
-        return jobs
+        return [
+            job
+            for group, mask in enumerate(plan.missing)
+            for job in self._transport.jobs(hit.block_hashes, group, np.flatnonzero(mask).tolist())
+        ]
 
     async def _read(self, jobs: Sequence[ChunkJob], sink: Sink | None, progress: _Progress) -> None:
         again: list[ChunkJob] = []
@@ -137,7 +133,7 @@ class Reader:
         ]
 
     def _payload(self, job: ChunkJob, sink: Sink | None) -> Views:
-        nbytes = self._identity.layout.page_sizes[job.group]
+        nbytes = self._identity.page_sizes[job.group]
         if sink is None:
             return (np.empty(nbytes, dtype=np.uint8).data,)
         return open_sink(sink, job.group, job.chunk, nbytes)
@@ -152,7 +148,7 @@ class Reader:
         chunks: dict[tuple[int, int], memoryview] = {}
         for group, mask in enumerate(load_mask(layout, hit_length, local_tokens=hit.local_tokens)):
             count = int(mask.sum())
-            loaded += Tally(count, count * layout.page_sizes[group])
+            loaded += Tally(count, count * self._identity.page_sizes[group])
             if sink is None:
                 chunks |= {(group, chunk): progress.chunks[group, chunk] for chunk in np.flatnonzero(mask).tolist()}
         return GetResult(hit_length, tuple(progress.failures), chunks, loaded)

@@ -78,7 +78,6 @@ class Transport:
         self.limits = limits
         self.ledger = Ledger()
         self._plain_store = store
-        self._value_bytes = tuple(size + identity.value_format.header_size for size in identity.layout.page_sizes)
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="sparse-client")
         self._closed = False
         self.enter_loop()
@@ -88,8 +87,17 @@ class Transport:
         self._slots = asyncio.Semaphore(self.limits.concurrency)
         # Reads into memory of ours that nobody waits for any more, until the native call is back.
         self._abandoned: set[asyncio.Task[object]] = set()
+        #: Whoever puts a key now answers here whether it then had a value.
+        self.claims: dict[str, asyncio.Future[bool]] = {}
         rate = self.limits.requests_per_second
         self.store = self._plain_store if rate is None else ThrottledStore(self._plain_store, rate)
+
+    def jobs(self, block_hashes: Sequence[bytes], group: int, chunks: Sequence[int]) -> list[ChunkJob]:
+        """The chunks of one group, named, with the own rank's keys."""
+        builder = self.identity.keys
+        stem = builder.schema.stem(group, builder.schema.rank)
+        names = builder.names(block_hashes, group, chunks)
+        return [ChunkJob(group, chunk, name, stem + name) for chunk, name in zip(chunks, names, strict=True)]
 
     async def compute(self, call: Callable[[], T]) -> T:
         """Run work on bytes on a thread; it is over when this returns or raises."""
@@ -109,7 +117,7 @@ class Transport:
         ``abandonable``: they work on memory of ours, so that whoever waits may leave when cancelled. What has
         begun keeps its place among the few until it has ended.
         """
-        sizes = [self._value_bytes[job.group] for job in jobs]
+        sizes = [self.identity.value_bytes(job.group) for job in jobs]
         limits = self.limits
 
         async def one(batch: range) -> T:

@@ -59,6 +59,7 @@ async def run_all(calls: Iterable[Coroutine[None, None, T]]) -> list[T]:
         task.add_done_callback(stop_others)
     answers = await settled(asyncio.gather(*tasks, return_exceptions=True), stop)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
-    for error in sorted(errors, key=lambda error: isinstance(error, asyncio.CancelledError)):
-        raise error
+    if errors:
+        # What was cancelled for an error says nothing: the error itself goes first.
+        raise min(errors, key=lambda error: isinstance(error, asyncio.CancelledError))
     return [task.result() for task in tasks]

@@ -19,28 +19,15 @@ _FULL = "full"
 _PAUSES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
 
 
-class Writer:
-    """Makes one client's puts, and keeps them from writing a key twice."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        # Whoever puts a key now answers here whether it then had a value.
-        self._claims: dict[str, asyncio.Future[bool]] = {}
-
-    def step(
-        self, plan: PutPlan, block_hashes: Sequence[bytes], source: Source, *, confirm: bool, patience: float
-    ) -> PutStep:
-        """A put to run. ``patience``: seconds in which a full store is asked again."""
-        return PutStep(self._transport, self._claims, plan, block_hashes, source, confirm=confirm, patience=patience)
-
-
 class PutStep:
-    """One put under way. ``result`` says at any time what it has done."""
+    """One put under way, from when it is made. ``result`` says at any time what it has done.
+
+    ``patience``: seconds in which a full store is asked again.
+    """
 
     def __init__(
         self,
         transport: Transport,
-        claims: dict[str, asyncio.Future[bool]],
         plan: PutPlan,
         block_hashes: Sequence[bytes],
         source: Source,
@@ -49,22 +36,19 @@ class PutStep:
         patience: float,
     ) -> None:
         self._transport = transport
-        self._claims = claims
         self._plan = plan
+        self._block_hashes = block_hashes
         self._source = source
         self._confirm = confirm
-        self._patience = patience
-        self._deadline = 0.0
-        self._page_sizes = transport.identity.layout.page_sizes
+        self._deadline = time.monotonic() + patience
+        self._page_sizes = transport.identity.page_sizes
         self._written = self._existing = self._unavailable = NOTHING
         self._failures: list[ChunkFailure] = []
         self._open: dict[str, ChunkJob] = {}
         self._own_claims: dict[str, asyncio.Future[bool]] = {}
-        self._block_hashes = block_hashes
 
     async def run(self) -> None:
         """Settle every chunk that the plan keeps. Raises what the store or the source raises."""
-        self._deadline = time.monotonic() + self._patience
         await self._transport.compute(self._take_jobs)
         while jobs := list(self._open.values()):
             await self._put_claimable(jobs)
@@ -90,24 +74,21 @@ class PutStep:
 
     def _take_jobs(self) -> None:
         """Name the chunks to keep. Runs on a thread, since there may be very many."""
-        identity, ledger = self._transport.identity, self._transport.ledger
         for group, kept in enumerate(self._plan.kept()):
-            chunks = [chunk for chunk, _ in kept]
-            names = identity.keys.names(self._block_hashes, group, chunks)
-            keys = identity.keys.own_keys(self._block_hashes, group, chunks)
-            for (chunk, known), name, key in zip(kept, names, keys, strict=True):
-                if known and not ledger.is_suspect(key):
+            jobs = self._transport.jobs(self._block_hashes, group, [chunk for chunk, _ in kept])
+            for job, (_, known) in zip(jobs, kept, strict=True):
+                if known and not self._transport.ledger.is_suspect(job.key):
                     self._existing += Tally(1, self._page_sizes[group])
                 else:
-                    self._open[key] = ChunkJob(group, chunk, name, key)
+                    self._open[job.key] = job
 
     async def _put_claimable(self, jobs: Sequence[ChunkJob]) -> None:
         """Put the jobs whose keys nobody else puts now, then wait for the others."""
-        theirs = [(job, self._claims[job.key]) for job in jobs if job.key in self._claims]
-        mine = [job for job in jobs if job.key not in self._claims]
+        theirs = [(job, self._transport.claims[job.key]) for job in jobs if job.key in self._transport.claims]
+        mine = [job for job in jobs if job.key not in self._transport.claims]
         loop = asyncio.get_running_loop()
         self._own_claims = {job.key: loop.create_future() for job in mine}
-        self._claims |= self._own_claims
+        self._transport.claims |= self._own_claims
         try:
             await self._put_missing(mine)
         finally:
@@ -209,5 +190,5 @@ class PutStep:
         """Tell those who wait for this put's claim on the key, if it has one."""
         claim = self._own_claims.pop(job.key, None)
         if claim is not None:
-            del self._claims[job.key]
+            del self._transport.claims[job.key]
             claim.set_result(stored)

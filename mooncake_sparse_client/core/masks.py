@@ -117,7 +117,7 @@ def store_mask(
     singles = np.array(retained_boundaries(layout, num_prompt_tokens, boundaries), dtype=np.int64)
     masks = []
     for spec in layout.groups:
-        mask = _periodic_mask(layout, spec, total // spec.block_size, interval)
+        mask = periodic_mask(layout, spec, total // spec.block_size, interval)
         if not spec.dense:
             starts, stops = needed_ranges(spec, singles)
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
@@ -127,8 +127,9 @@ def store_mask(
     return tuple(masks)
 
 
-def _periodic_mask(layout: KVCacheLayout, spec: GroupSpec, count: int, interval: int | None) -> BoolArray:
-    """The chunks that the interval's boundaries need, which go on without an upper end."""
+def periodic_mask(layout: KVCacheLayout, spec: GroupSpec, count: int, interval: int | None) -> BoolArray:
+    """The first ``count`` chunks of a group that the interval's boundaries need, which go on without an upper
+    end. ``interval`` in tokens, checked; None: every multiple of the alignment."""
     if isinstance(spec, FullAttentionSpec):
         return np.ones(count, dtype=np.bool_)
     chunks = np.arange(count, dtype=np.int64)

@@ -14,7 +14,16 @@ from ..checks import items_of
 from ..errors import InvalidRequestError
 from .keys import Rank
 from .layout import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheLayout, MambaSpec, SlidingWindowSpec
-from .masks import BoolArray, load_mask, needed_chunks, read_only, retained_boundaries, store_mask, token_count
+from .masks import (
+    BoolArray,
+    load_mask,
+    needed_chunks,
+    periodic_mask,
+    read_only,
+    retained_boundaries,
+    store_mask,
+    token_count,
+)
 from .prefix import PrefixReport, candidate_boundaries, explain_prefix, longest, usable_boundaries
 
 
@@ -188,11 +197,10 @@ def lookup_questions(
     questions = no_presence(layout, num_tokens)
     if upto <= local_tokens:
         return questions
-    reachable = store_mask(layout, layout.align(num_tokens))
     for number in groups:
-        spec = layout.groups[number]
+        spec, mask = layout.groups[number], questions[number]
         asked = slice(local_tokens // spec.block_size, needed_chunks(spec, upto).stop)
-        questions[number][asked] = reachable[number][asked]
+        mask[asked] = periodic_mask(layout, spec, len(mask), None)[asked]
     return questions
 
 
@@ -211,6 +219,8 @@ class GetPlan:
     """The next step of a get: the prefix aimed at, and the chunks that it still lacks."""
 
     hit_length: int
+    #: One boolean array a group: what the prefix needs, and what of it has not arrived.
+    load_masks: tuple[BoolArray, ...] = field(repr=False)
     missing: tuple[BoolArray, ...] = field(repr=False)
 
     @property
@@ -230,7 +240,7 @@ def plan_get(
     report = explain_prefix(layout, num_tokens, present, local_tokens=local_tokens)
     masks = load_mask(layout, report.hit_length, local_tokens=local_tokens)
     missing = tuple(mask & ~have[: len(mask)] for mask, have in zip(masks, arrived, strict=True))
-    return GetPlan(report.hit_length, missing)
+    return GetPlan(report.hit_length, masks, missing)
 
 
 def longest_arrived_prefix(

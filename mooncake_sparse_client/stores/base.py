@@ -91,13 +91,20 @@ class Store(Protocol):
         """Let go of everything, once calls in flight are over. Idempotent."""
 
 
-def check_buffers(buffers: tuple[memoryview, ...], key: str, *, writable: bool) -> None:
-    """Native code takes addresses: it would write to read-only memory, and misread what is not plain bytes."""
-    for buffer in buffers:
-        if not isinstance(buffer, memoryview) or not buffer.c_contiguous or buffer.itemsize != 1:
-            raise InvalidBufferError(f"a buffer for {key!r} is no contiguous view of bytes; cast or copy it first")
-        if writable and buffer.readonly:
-            raise InvalidBufferError(f"a buffer for {key!r} is read-only; read into writable memory")
+def check_items(items: Sequence[PutItem] | Sequence[GetItem], *, writable: bool) -> None:
+    """What a batch must be, ``writable`` to be read into. Raises before anything has happened.
+
+    Native code takes addresses: it would write to read-only memory, and misread what is not plain bytes.
+    """
+    check_distinct(item.key for item in items)
+    for item in items:
+        for buffer in item.buffers:
+            if not isinstance(buffer, memoryview) or not buffer.c_contiguous or buffer.itemsize != 1:
+                raise InvalidBufferError(
+                    f"a buffer for {item.key!r} is no contiguous view of bytes; cast or copy it first"
+                )
+            if writable and buffer.readonly:
+                raise InvalidBufferError(f"a buffer for {item.key!r} is read-only; read into writable memory")
 
 
 def check_distinct(keys: Iterable[str]) -> None:

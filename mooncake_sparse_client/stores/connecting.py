@@ -68,7 +68,7 @@ def _bound_native_calls(timeout: float) -> None:
 
 def _set_up(native: NativeStore, config: MooncakeConfig, hostname: str) -> None:
     """Runs on a thread, with the interpreter's lock held: tens of milliseconds where a master answers."""
-    settings: dict[str, str | int] = {
+    settings: dict[str, object] = {
         # With a port of its own a failing set-up gives up after seconds; without one, after minutes.
         "local_hostname": _with_port(hostname),
         "metadata_server": config.metadata_server,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..core.results import Health
 from ..errors import ClientClosedError, ConfigError
-from .base import Failure, GetItem, PutItem, RemoveOutcome, check_buffers, check_distinct
+from .base import Failure, GetItem, PutItem, RemoveOutcome, check_distinct, check_items
 
 
 class MemoryStore:
@@ -45,27 +45,27 @@ class MemoryStore:
         return None
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
-        self._check(keys)
+        self._check_open()
+        check_distinct(keys)
         return [self._touch(key) is not None for key in keys]
 
     async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
-        self._check([item.key for item in items])
-        for item in items:
-            check_buffers(item.buffers, item.key, writable=False)
+        self._check_open()
+        check_items(items, writable=False)
         return [self._put(item) for item in items]
 
     async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
-        self._check([item.key for item in items])
-        for item in items:
-            check_buffers(item.buffers, item.key, writable=True)
+        self._check_open()
+        check_items(items, writable=True)
         return [self._get(item) for item in items]
 
     async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:
-        self._check(keys)
+        self._check_open()
+        check_distinct(keys)
         return [RemoveOutcome.REMOVED if self._drop(key) else RemoveOutcome.ABSENT for key in keys]
 
     async def health(self) -> Health:
-        self._check(())
+        self._check_open()
         return Health(ok=True)
 
     async def aclose(self) -> None:
@@ -73,10 +73,9 @@ class MemoryStore:
         self._values.clear()
         self._nbytes = 0
 
-    def _check(self, keys: Sequence[str]) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ClientClosedError("this MemoryStore is closed; make a new one")
-        check_distinct(keys)
 
     def _touch(self, key: str) -> bytes | None:
         value = self._values.get(key)

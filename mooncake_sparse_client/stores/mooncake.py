@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-import numpy as np
-
 from ..config import MooncakeConfig
 from ..core.results import Health
 from ..errors import ClientClosedError, ForkedProcessError, StoreAnswerError, StoreTimeoutError
+from ..views import address_of
 from ..waiting import held
 from . import native_codes as codes
-from .base import Failure, GetItem, PutItem, RemoveOutcome, check_buffers, check_distinct
+from .base import Failure, GetItem, PutItem, RemoveOutcome, check_distinct, check_items
 from .connecting import open_native_store
 from .native import NativeStore
 
@@ -83,7 +82,8 @@ class MooncakeStore:
         return self._config.lease_seconds
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
-        self._check(keys)
+        self._check_open()
+        check_distinct(keys)
         what = f"asking {self._where} for {len(keys)} keys"
         answer = await self._run(self._questions, lambda: self._native.batch_is_exist(list(keys)))
         _check_length(answer, len(keys), what)
@@ -94,9 +94,8 @@ class MooncakeStore:
         return [code == 1 for code in answer]
 
     async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
-        self._check([item.key for item in items])
-        for item in items:
-            check_buffers(item.buffers, item.key, writable=False)
+        self._check_open()
+        check_items(items, writable=False)
         what = f"writing {len(items)} values to {self._where}"
         answer = await self._run(self._data, lambda: _native_put(self._native, items), hold=True)
         _check_length(answer, len(items), what)
@@ -107,9 +106,8 @@ class MooncakeStore:
         ]
 
     async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
-        self._check([item.key for item in items])
-        for item in items:
-            check_buffers(item.buffers, item.key, writable=True)
+        self._check_open()
+        check_items(items, writable=True)
         what = f"reading {len(items)} values from {self._where}"
         answer = await self._run(self._data, lambda: _native_get(self._native, items), hold=True)
         _check_length(answer, len(items), what)
@@ -120,14 +118,15 @@ class MooncakeStore:
         ]
 
     async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:
-        self._check(keys)
+        self._check_open()
+        check_distinct(keys)
         what = f"removing {len(keys)} keys from {self._where}"
         answer = await self._run(self._questions, lambda: self._native.batch_remove(list(keys), force))
         _check_length(answer, len(keys), what)
         return [_removed(code, what) for code in answer]
 
     async def health(self) -> Health:
-        self._check(())
+        self._check_open()
         # The library's own check is a flag that a client without a segment never updates: ask for real.
         code = await self._run(self._questions, lambda: self._native.is_exist(_HEALTH_KEY))
         if code >= 0:
@@ -164,11 +163,10 @@ class MooncakeStore:
     def _where(self) -> str:
         return f"the Mooncake store at {self._config.master_server_address}"
 
-    def _check(self, keys: Sequence[str]) -> None:
+    def _check_open(self) -> None:
         if self._closing is not None:
             raise ClientClosedError(f"the connection to {self._where} is closed; connect again")
         self._check_process()
-        check_distinct(keys)
 
     def _check_process(self) -> None:
         # Not even closing is safe there: it would end the child.
@@ -210,7 +208,7 @@ def _removed(code: int, what: str) -> RemoveOutcome:
 
 
 def _addresses(buffers: tuple[memoryview, ...]) -> list[int]:
-    return [int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]) for buffer in buffers]
+    return [address_of(buffer) for buffer in buffers]
 
 
 def _sizes(buffers: tuple[memoryview, ...]) -> list[int]:
@@ -234,7 +232,7 @@ def _native_put(native: NativeStore, items: Sequence[PutItem]) -> list[int]:
         if item.replace:
             # Rare (it heals damage), so one copy: the native upsert takes a single buffer.
             value = memoryview(bytearray().join(item.buffers))
-            answer[item.key] = native.upsert_from(item.key, _addresses((value,))[0], value.nbytes)
+            answer[item.key] = native.upsert_from(item.key, address_of(value), value.nbytes)
     return [answer[item.key] for item in items]
 
 
