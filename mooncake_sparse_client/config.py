@@ -6,9 +6,6 @@ variable, the JSON file that ``MOONCAKE_CONFIG_PATH`` names, the default. Errors
 
 from __future__ import annotations
 
-import difflib
-import json
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -18,47 +15,33 @@ from pathlib import Path
 from typing import Final, TypedDict, Unpack
 
 from .checks import whole_number
+from .config_places import from_environment, from_file, near
 from .config_values import (
     CONFIG_PATH_VARIABLE,
     Mode,
     Setting,
-    checked_address,
+    address_parts,
+    checked_master,
     checked_metadata,
     checked_mode,
+    checked_owner,
+    checked_pool,
     checked_protocol,
     checked_seconds,
     checked_segment,
+    checked_tenant,
     checked_text,
     parse_size,
 )
 from .errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from .replication import DEFAULT_REPLICATION, Replication, checked_replication
 
 RETENTION_VARIABLES: Final = ("MOONCAKE_SPARSE_RETENTION_INTERVAL", "VLLM_PREFIX_CACHE_RETENTION_INTERVAL")
 DEFAULT_LOCAL_BUFFER: Final = 16 << 20
 DEFAULT_SEGMENT: Final = 1 << 30
-
-_VARIABLES: Final[Mapping[str, str]] = {
-    "mode": "MOONCAKE_MODE",
-    "master_server_address": "MOONCAKE_MASTER",
-    "metadata_server": "MOONCAKE_TE_META_DATA_SERVER",
-    "protocol": "MOONCAKE_PROTOCOL",
-    "device_name": "MOONCAKE_DEVICE",
-    "global_segment_size": "MOONCAKE_GLOBAL_SEGMENT_SIZE",
-    "local_buffer_size": "MOONCAKE_LOCAL_BUFFER_SIZE",
-    "tenant_id": "MOONCAKE_TENANT_ID",
-    "local_hostname": "MOONCAKE_LOCAL_HOSTNAME",
-    "lease_seconds": "MOONCAKE_SPARSE_LEASE_SECONDS",
-}
-#: What files written for others of the field may hold, and what means nothing here.
-_FOREIGN_KEYS: Final = frozenset(
-    (
-        *("enable_offload", "enable_ssd_offload", "ssd_offload_path", "storage_root_dir", "standalone_storage"),
-        *("enable_client_http_server", "client_http_port", "master_metrics_port", "client_server_address"),
-        *("check_server", "transfer_timeout", "prefer_local_alloc", "prefer_cross_layer_blocks", "extra_config"),
-    )
-)
+DEFAULT_POOL: Final = 256 << 20
+#: Bytes of staging memory that a batch may need besides its values.
+MIN_HEADER_ROOM: Final = 1 << 20
 
 
 class FromEnv(Enum):
@@ -85,6 +68,9 @@ class MooncakeSettings(TypedDict, total=False):
     tenant_id: str
     local_hostname: str
     lease_seconds: float | str
+    owner_address: str
+    pool_size: int | str
+    replication: Replication
 
 
 _ARGUMENTS: Final = frozenset(MooncakeSettings.__annotations__)
@@ -94,14 +80,15 @@ _ARGUMENTS: Final = frozenset(MooncakeSettings.__annotations__)
 class MooncakeConfig:
     """How to reach a Mooncake store. Made by ``load_config``, which checks it."""
 
-    #: ``host:port`` of the master.
-    master_server_address: str
+    #: ``host:port`` of the master; not used in shared mode.
+    master_server_address: str = ""
     #: ``remote``: a user of other processes' memory. ``embedded``: this process lends ``global_segment_size``.
+    #: ``shared``: a user of the memory that an owner process on this host holds.
     mode: Mode = "remote"
     metadata_server: str = "P2PHANDSHAKE"
     protocol: str = "tcp"
     device_name: str = ""
-    #: Bytes lent to the store; 0 in remote mode.
+    #: Bytes lent to the store; 0 unless embedded.
     global_segment_size: int = 0
     #: Bytes of the native library's own staging buffer.
     local_buffer_size: int = DEFAULT_LOCAL_BUFFER
@@ -111,39 +98,67 @@ class MooncakeConfig:
     #: How long the master leases a key that was asked for. Masters differ (5 s, then 10 s) and do not say;
     #: the shorter one only makes a client ask again sooner.
     lease_seconds: float = 5.0
+    #: ``host:port`` of the owner process on this host; used in shared mode only.
+    owner_address: str = ""
+    #: Bytes of memory that values move through without a copy: a client's staging slots, and what its callers
+    #: allocate. In shared mode all of it is taken at once.
+    pool_size: int = DEFAULT_POOL
+    #: How the store keeps what is written.
+    replication: Replication = DEFAULT_REPLICATION
+
+    @property
+    def where(self) -> str:
+        """The address that is connected to: the owner's in shared mode, else the master's."""
+        return self.owner_address if self.mode == "shared" else self.master_server_address
 
     @property
     def master_host(self) -> str:
-        return self.master_server_address.rpartition(":")[0].strip("[]")
+        return address_parts(self.master_server_address)[0]
 
     @property
     def master_port(self) -> int:
-        return int(self.master_server_address.rpartition(":")[2])
+        return address_parts(self.master_server_address)[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one client may use of the store and of this machine.
 
-    ``max_batch_bytes``: bytes of one put or get request. ``max_batch_chunks``: chunks of one put or get.
+    ``max_batch_bytes``, ``max_batch_chunks``, ``max_batch_pieces``: what one put or get request holds. A piece is
+    what of a value lies together in memory; with more than 2,000 of them under way over TCP, in all requests at
+    once, the native library fails, which matters where embedded segments lie on several hosts.
     ``max_batch_keys``: keys of one existence question or remove. ``concurrency``: put and get requests in
-    flight at once. ``requests_per_second``: None for no limit; requests are let through first come first served.
+    flight at once. ``max_bytes_in_flight``: bytes of all put and get batches that are being prepared, moved or
+    checked. ``staging_bytes``: memory for values that cannot move straight to and from the caller's memory, and
+    for headers; at least ``max_batch_bytes`` and 1 MiB. ``requests_per_second`` and ``bytes_per_second`` (of
+    values, read or written): None for no limit; requests are let through first come first served.
 
     Raises ``ConfigError``.
     """
 
     max_batch_bytes: int = 16 << 20
-    max_batch_chunks: int = 1024
+    max_batch_chunks: int = 512
     max_batch_keys: int = 8192
-    concurrency: int = 2
+    max_batch_pieces: int = 2048
+    concurrency: int = 4
     requests_per_second: int | None = None
+    max_bytes_in_flight: int = 64 << 20
+    staging_bytes: int = 64 << 20
+    bytes_per_second: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_bytes", "max_batch_chunks", "max_batch_keys", "concurrency", "requests_per_second"):
-            value = getattr(self, name)
-            if value is None and name == "requests_per_second":
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
                 continue
-            object.__setattr__(self, name, whole_number(value, f"Limits.{name}", ConfigError, least=1))
+            number = whole_number(value, f"Limits.{field.name}", ConfigError, least=1)
+            object.__setattr__(self, field.name, number)
+        least = self.max_batch_bytes + MIN_HEADER_ROOM
+        if self.staging_bytes < least:
+            raise ConfigError(
+                f"Limits.staging_bytes is {self.staging_bytes}, too little for one batch of max_batch_bytes="
+                f"{self.max_batch_bytes} with its headers: make it at least {least}, or the batches smaller"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,37 +210,15 @@ def load_config(
         if config is not None and not isinstance(config, str | os.PathLike):
             raise ConfigError(f"config must be a MooncakeConfig or a file's path, not {config!r}")
         if path := config or environ.get(CONFIG_PATH_VARIABLE):
-            found |= _read_file(Path(path))
-        found |= {name: (environ[variable], variable) for name, variable in _VARIABLES.items() if environ.get(variable)}
+            found |= from_file(Path(path))
+        found |= from_environment(environ)
     for name in settings.keys() - _ARGUMENTS:
-        raise ConfigError(f"unknown setting {name!r}{_near(name)}; there are {', '.join(sorted(_ARGUMENTS))}")
+        raise ConfigError(
+            f"unknown setting {name!r}{near(name, _ARGUMENTS)}; there are {', '.join(sorted(_ARGUMENTS))}"
+        )
     given = {"mode": mode, **settings}
     found |= {name: (value, f"argument {name}") for name, value in given.items() if value is not None}
     return _checked(found)
-
-
-def _read_file(path: Path) -> dict[str, Setting]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the config file {path} ({error.strerror}); see {CONFIG_PATH_VARIABLE}"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"the config file {path} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"the config file {path} must hold one JSON object, not a {type(content).__name__}")
-    for key in content.keys() - _VARIABLES.keys() - _FOREIGN_KEYS:
-        if near := _near(key):
-            raise ConfigError(f"the config file {path} has the unknown key {key!r}{near}")
-        logger.warning("the config file %s has the key %r, which means nothing here", path, key)
-    return {name: (content[name], f"{name} in {path}") for name in _VARIABLES if content.get(name) not in (None, "")}
-
-
-def _near(name: str) -> str:
-    """A guess at what was meant, as the rest of a sentence."""
-    near = difflib.get_close_matches(name, [*_VARIABLES, *_ARGUMENTS], n=1, cutoff=0.8)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _checked(found: Mapping[str, Setting]) -> MooncakeConfig:
@@ -233,15 +226,24 @@ def _checked(found: Mapping[str, Setting]) -> MooncakeConfig:
         return found.get(name, (default, name))
 
     mode = checked_mode(*setting("mode", "remote"))
+    owner, owner_origin = setting("owner_address", "")
+    if owner and mode != "shared" and not setting("master_server_address", "")[0]:
+        raise ConfigError(
+            f"{owner_origin} is {owner!r}, but mode {mode!r} uses a master, and there is no master address: pass "
+            "mode='shared' (MOONCAKE_MODE=shared) to use an owner process, or master_server_address (MOONCAKE_MASTER)"
+        )
     return MooncakeConfig(
-        master_server_address=checked_address(*setting("master_server_address", "")),
+        master_server_address=checked_master(mode, *setting("master_server_address", "")),
         mode=mode,
-        metadata_server=checked_metadata(*setting("metadata_server", "P2PHANDSHAKE")),
-        protocol=checked_protocol(*setting("protocol", "tcp")),
+        metadata_server=checked_metadata(mode, *setting("metadata_server", "P2PHANDSHAKE")),
+        protocol=checked_protocol(mode, *setting("protocol", "tcp")),
         device_name=checked_text(*setting("device_name", "")),
         global_segment_size=checked_segment(mode, *setting("global_segment_size", DEFAULT_SEGMENT)),
         local_buffer_size=parse_size(*setting("local_buffer_size", DEFAULT_LOCAL_BUFFER)),
-        tenant_id=checked_text(*setting("tenant_id", "default")),
+        tenant_id=checked_tenant(mode, *setting("tenant_id", "default")),
         local_hostname=checked_text(*setting("local_hostname", "")),
         lease_seconds=checked_seconds(*setting("lease_seconds", 5.0)),
+        owner_address=checked_owner(mode, owner, owner_origin),
+        pool_size=checked_pool(*setting("pool_size", DEFAULT_POOL)),
+        replication=checked_replication(*setting("replication", DEFAULT_REPLICATION)),
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from types import TracebackType
 from typing import TypeVar
+
+from .errors import StoreTimeoutError
 
 T = TypeVar("T")
 
@@ -36,6 +39,31 @@ async def held(running: Future[T]) -> T:
     For work on memory that the caller owns: a cancellation is raised once the memory is no longer touched.
     """
     return await settled(asyncio.wrap_future(running), running.cancel)
+
+
+class Bound:
+    """A block that may take ``seconds``. ``what`` it does, and has done ``so_far``, stand in the error.
+
+    Raises ``StoreTimeoutError``; a time-out of the block's own passes through.
+    """
+
+    __slots__ = ("_seconds", "_so_far", "_timeout", "_what")
+
+    def __init__(self, seconds: float, what: str, so_far: Callable[[], str]) -> None:
+        self._seconds, self._what, self._so_far = seconds, what, so_far
+
+    async def __aenter__(self) -> None:
+        self._timeout = asyncio.timeout(self._seconds)
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError as reason:
+            message = f"{self._what}: not done within {self._seconds:g} s{self._so_far()}"
+            raise StoreTimeoutError(message) from reason
 
 
 async def run_all(calls: Iterable[Coroutine[None, None, T]]) -> list[T]:

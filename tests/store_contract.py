@@ -23,6 +23,7 @@ import pytest
 from mooncake_sparse_client.core.results import Health
 from mooncake_sparse_client.errors import ClientClosedError, InvalidBufferError, InvalidRequestError
 from mooncake_sparse_client.stores.base import Failure, GetItem, PutItem, RemoveOutcome, Store
+from mooncake_sparse_client.stores.regions import StoreMemory
 
 OpenStore: TypeAlias = Callable[[], Awaitable[Store]]
 MIB = 1 << 20
@@ -326,6 +327,10 @@ class WrappedStore:
     @property
     def lease_seconds(self) -> float | None:
         return self.inner.lease_seconds
+
+    @property
+    def memory(self) -> StoreMemory:
+        return self.inner.memory
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         return await self.inner.exists(keys)

@@ -12,13 +12,15 @@ import pytest
 from mooncake_sparse_client import FROM_ENV, Limits, MooncakeConfig, load_config
 from mooncake_sparse_client.config import (
     DEFAULT_LOCAL_BUFFER,
+    DEFAULT_POOL,
     DEFAULT_SEGMENT,
     RETENTION_VARIABLES,
     Retention,
     load_retention,
 )
-from mooncake_sparse_client.config_values import MIN_SEGMENT_BYTES, parse_size
+from mooncake_sparse_client.config_values import MIN_POOL_BYTES, MIN_SEGMENT_BYTES, parse_size
 from mooncake_sparse_client.errors import ConfigError
+from mooncake_sparse_client.replication import Replication
 
 MASTER = {"MOONCAKE_MASTER": "env-host:1"}
 MIB = 1 << 20
@@ -76,6 +78,14 @@ PLACES: list[tuple[str, str, list[Any], list[Any], Any]] = [
         DEFAULT_LOCAL_BUFFER,
     ),
     ("tenant_id", "MOONCAKE_TENANT_ID", ["file", "env", "arg"], ["file", "env", "arg"], "default"),
+    (
+        "pool_size",
+        "MOONCAKE_SPARSE_POOL_SIZE",
+        ["1MB", "2 MiB", 3 * MIB],
+        [MIB, 2 * MIB, 3 * MIB],
+        DEFAULT_POOL,
+    ),
+    ("owner_address", "MOONCAKE_CLIENT", ["file:1", "env:2", "arg:3"], ["file:1", "env:2", "arg:3"], ""),
     ("local_hostname", "MOONCAKE_LOCAL_HOSTNAME", ["file", "env", "arg"], ["file", "env", "arg"], ""),
 ]
 
@@ -187,7 +197,7 @@ def test_bad_sizes_name_their_place(value: Any) -> None:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["global_segment_size", "local_buffer_size"])
+@pytest.mark.parametrize("name", ["global_segment_size", "local_buffer_size", "pool_size"])
 @pytest.mark.parametrize("value", ["big", 1.5, True, [1], {"GB": 1}])
 def test_bad_sizes_anywhere(tmp_path: Path, name: str, value: Any) -> None:
     path = write(tmp_path, {"master_server_address": "a:1", name: value})
@@ -218,6 +228,87 @@ def test_a_segment_is_large_enough_and_only_for_those_who_lend() -> None:
     # A shared file or environment may name one for others.
     shared = {**MASTER, "MOONCAKE_GLOBAL_SEGMENT_SIZE": "1GB"}
     assert load_config("remote", environ=shared).global_segment_size == 0
+
+
+def test_a_pool_is_large_enough() -> None:
+    assert load_config(environ=MASTER, pool_size=MIN_POOL_BYTES).pool_size == MIB
+    refused(["argument pool_size", "1048575", "1048576"], environ=MASTER, pool_size=MIN_POOL_BYTES - 1)
+    refused(["MOONCAKE_SPARSE_POOL_SIZE", "0 bytes"], environ={**MASTER, "MOONCAKE_SPARSE_POOL_SIZE": "0"})
+
+
+# Shared mode
+
+OWNER = {"MOONCAKE_CLIENT": "127.0.0.1:50052"}
+
+
+def test_shared_mode_needs_an_owner_and_no_master() -> None:
+    for config in (
+        load_config("shared", environ=OWNER),
+        load_config(environ={**OWNER, "MOONCAKE_MODE": "shared"}),
+        load_config("shared", environ={}, owner_address="127.0.0.1:50052"),
+        load_config(config=MooncakeConfig(mode="shared", owner_address="127.0.0.1:50052")),
+    ):
+        assert config == MooncakeConfig(mode="shared", owner_address="127.0.0.1:50052")
+        assert config.where == "127.0.0.1:50052"
+    words = ["owner_address=", "MOONCAKE_CLIENT", "MOONCAKE_CONFIG_PATH", "this host"]
+    refused([*words, "`python -m mooncake_sparse_client serve`"], "shared")
+    refused(words, "shared", environ=MASTER)
+
+
+def test_where_is_the_master_in_the_other_modes() -> None:
+    both = {**MASTER, **OWNER}
+    assert load_config("remote", environ=both).where == "env-host:1"
+    assert load_config("embedded", environ=both).where == "env-host:1"
+    assert load_config("shared", environ=both).where == "127.0.0.1:50052"
+
+
+@pytest.mark.parametrize("address", ["50052", "localhost:", "unix:/run/owner", "localhost:70000", "http://a:1"])
+def test_bad_owner_addresses_name_the_place_and_show_a_good_one(address: str) -> None:
+    words = [repr(address), "host:port", "the owner's"]
+    refused(["argument owner_address", *words], "shared", owner_address=address)
+    refused(["MOONCAKE_CLIENT", *words], "shared", environ={"MOONCAKE_CLIENT": address})
+    assert load_config("remote", environ={**MASTER, "MOONCAKE_CLIENT": address}).where == "env-host:1"  # not used
+
+
+def test_what_only_the_owner_needs_is_not_checked_in_shared_mode(tmp_path: Path) -> None:
+    environ = {
+        **OWNER,
+        "MOONCAKE_MASTER": "etcd://a:1;b:2",
+        "MOONCAKE_PROTOCOL": "RDMA",
+        "MOONCAKE_TE_META_DATA_SERVER": "redis://host:6379",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "4GB",
+        "MOONCAKE_TENANT_ID": "the owner's",
+    }
+    config = load_config("shared", environ=environ)
+    assert (config.where, config.global_segment_size) == ("127.0.0.1:50052", 0)
+    path = write(tmp_path, {"master_server_address": 5})
+    refused([f"master_server_address in {path}", "5"], "shared", environ=OWNER, config=path)
+
+
+def test_arguments_that_shared_mode_cannot_heed_are_errors() -> None:
+    words = ["argument global_segment_size", "'shared'", "mode='embedded'"]
+    refused(words, "shared", environ=OWNER, global_segment_size="1GB")
+    assert load_config("shared", environ=OWNER, global_segment_size=0).global_segment_size == 0
+    refused(["argument tenant_id", "'shared'", "--tenant_id=mine"], "shared", environ=OWNER, tenant_id="mine")
+    assert load_config("shared", environ=OWNER, tenant_id="default").tenant_id == "default"
+
+
+def test_an_owner_without_a_mode_is_not_taken_for_a_master(tmp_path: Path) -> None:
+    refused(["MOONCAKE_CLIENT", "'127.0.0.1:50052'", "mode='shared'", "MOONCAKE_MODE=shared"], environ=OWNER)
+    path = write(tmp_path, {"standalone_storage": True, "client_server_address": "a:1"})
+    refused([f"client_server_address in {path}", "'a:1'", "mode='shared'"], config=path)
+
+
+def test_a_file_may_use_sglang_s_name_for_the_owner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path, {"client_server_address": "theirs:1", "standalone_storage": True})
+    with caplog.at_level(logging.WARNING):
+        assert load_config("shared", environ={}, config=path).owner_address == "theirs:1"
+        assert load_config("shared", environ=OWNER, config=path).owner_address == "127.0.0.1:50052"
+    assert not caplog.records
+    both = write(tmp_path, {"owner_address": "ours:1", "client_server_address": "theirs:1"})
+    assert load_config("shared", environ={}, config=both).owner_address == "ours:1"
+    bad = write(tmp_path, {"client_server_address": "theirs"})
+    refused([f"client_server_address in {bad}", "'theirs'"], "shared", config=bad)
 
 
 # Files
@@ -262,6 +353,9 @@ def test_an_unknown_key_is_mentioned_once(tmp_path: Path, caplog: pytest.LogCapt
         ("local_buffer_sizes", "local_buffer_size"),
         ("tenantid", "tenant_id"),
         ("device_nam", "device_name"),
+        ("owner_adress", "owner_address"),
+        ("client_server_adress", "client_server_address"),
+        ("poolsize", "pool_size"),
     ],
 )
 def test_a_typo_in_a_file_is_an_error_with_a_suggestion(tmp_path: Path, typo: str, meant: str) -> None:
@@ -306,7 +400,10 @@ def test_files_that_cannot_be_read_name_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["master_server_address", "metadata_server", "protocol", "device_name", "tenant_id", "local_hostname", "mode"],
+    [
+        *("master_server_address", "metadata_server", "protocol", "device_name", "tenant_id", "local_hostname"),
+        *("mode", "owner_address"),
+    ],
 )
 @pytest.mark.parametrize("value", [5, ["a:1"], {"a": 1}, True])
 def test_wrong_types_name_the_place(tmp_path: Path, name: str, value: Any) -> None:
@@ -391,9 +488,9 @@ def test_a_bad_metadata_server_names_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["Remote", "shared-memory", "local", "standalone", 3])
 def test_bad_modes_name_the_place_and_the_choices(mode: Any) -> None:
-    refused(["argument mode", repr(mode), "'remote'", "'embedded'"], mode, environ=MASTER)
-    environ = {**MASTER, "MOONCAKE_MODE": str(mode)}
-    refused(["MOONCAKE_MODE", repr(str(mode)), "'remote'", "'embedded'"], environ=environ)
+    words = ["'remote'", "'embedded'", "'shared'"]
+    refused(["argument mode", repr(mode), *words], mode, environ=MASTER)
+    refused(["MOONCAKE_MODE", repr(str(mode)), *words], environ={**MASTER, "MOONCAKE_MODE": str(mode)})
 
 
 # Retention
@@ -442,7 +539,11 @@ def test_from_env_shows_its_name() -> None:
 
 # Limits
 
-LIMITS = ("max_batch_bytes", "max_batch_chunks", "max_batch_keys", "concurrency", "requests_per_second")
+LIMITS = (
+    *("max_batch_bytes", "max_batch_chunks", "max_batch_keys", "concurrency"),
+    *("max_bytes_in_flight", "staging_bytes", "requests_per_second", "bytes_per_second"),
+)
+OPTIONAL = ("requests_per_second", "bytes_per_second")
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -455,10 +556,89 @@ def test_bad_limits_name_the_field(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_no_limit_is_only_for_requests_per_second(name: str) -> None:
-    if name == "requests_per_second":
-        assert Limits(requests_per_second=None).requests_per_second is None
+def test_no_limit_is_only_for_rates(name: str) -> None:
+    if name in OPTIONAL:
+        assert getattr(Limits(**{name: None}), name) is None
     else:
         with pytest.raises(ConfigError, match=rf"Limits\.{name}.*None"):
             Limits(**{name: None})  # type: ignore[arg-type]
-    assert getattr(Limits(**{name: 1}), name) == 1
+    if name != "staging_bytes":
+        assert getattr(Limits(**{name: 1}), name) == 1
+
+
+def test_staging_memory_holds_a_batch_with_its_headers() -> None:
+    assert Limits().staging_bytes == 64 * MIB
+    assert Limits(max_batch_bytes=63 * MIB).max_batch_bytes == 63 * MIB
+    assert Limits(max_batch_bytes=1, staging_bytes=MIB + 1).staging_bytes == MIB + 1
+    for limits in ({"max_batch_bytes": 63 * MIB + 1}, {"staging_bytes": 17 * MIB - 1}):
+        with pytest.raises(
+            ConfigError, match=r"Limits\.staging_bytes is \d+.*max_batch_bytes=\d+.*at least \d+"
+        ) as caught:
+            Limits(**limits)
+        for value in limits.values():
+            assert str(value) in str(caught.value)
+
+
+# Replication
+
+
+def test_the_default_asks_for_nothing() -> None:
+    assert load_config(environ=MASTER).replication == Replication()
+    wanted = Replication(2, soft_pin=True, preferred_segments=("a:1",))
+    assert load_config(environ=MASTER, replication=wanted).replication is wanted
+    ready = MooncakeConfig("a:1", replication=wanted)
+    assert load_config(config=ready, environ={}).replication == wanted
+
+
+@pytest.mark.parametrize("value", [2, {"replica_num": 2}, "default"])
+def test_replication_is_typed(value: Any) -> None:
+    refused(["argument replication", "Replication", repr(value)], environ=MASTER, replication=value)
+
+
+def test_replication_is_set_in_code_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path, {"master_server_address": "a:1", "replication": {"replica_num": 2}})
+    with caplog.at_level(logging.WARNING):
+        assert load_config(config=path, environ={}).replication == Replication()
+    (record,) = caplog.records
+    assert "'replication'" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("replica_num", 0, ["at least 1"]),
+        ("replica_num", -1, ["-1"]),
+        ("replica_num", 1.0, ["int"]),
+        ("replica_num", True, ["int"]),
+        ("soft_pin", 1, ["True, False or None"]),
+        ("soft_pin", "yes", ["'yes'"]),
+        ("hard_pin", 1, ["True or False"]),
+        ("hard_pin", None, ["None"]),
+        ("preferred_segments", "a:1", ["list or tuple"]),
+        ("preferred_segments", ["a:1", ""], ["[1]", "empty"]),
+        ("preferred_segments", [1], ["[0]", "text"]),
+        ("group_id", 7, ["text"]),
+        ("group_id", "\ud800", ["UTF-8"]),
+        ("soft_pin_ttl_seconds", 5, ["soft_pin is None", "soft_pin=True"]),
+    ],
+)
+def test_replication_that_the_store_would_refuse(field: str, value: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Replication(**{field: value})
+    for word in (f"Replication.{field}", *words):
+        assert word in str(caught.value)
+
+
+def test_a_pin_that_ends_is_set_and_ends_within_a_day() -> None:
+    assert Replication(soft_pin=True, soft_pin_ttl_seconds=24 * 3600).soft_pin_ttl_seconds == 86400
+    for seconds in (0, -1, 86400.1, float("inf"), float("nan"), True, "soon"):
+        with pytest.raises(ConfigError, match=r"Replication\.soft_pin_ttl_seconds"):
+            Replication(soft_pin=True, soft_pin_ttl_seconds=seconds)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="soft_pin is False"):
+        Replication(soft_pin=False, soft_pin_ttl_seconds=1)
+
+
+def test_segments_become_a_tuple() -> None:
+    segments: Any = ["a:1", "b:2"]
+    assert Replication(preferred_segments=segments).preferred_segments == ("a:1", "b:2")
+    assert hash(Replication(preferred_segments=segments)) == hash(Replication(preferred_segments=("a:1", "b:2")))

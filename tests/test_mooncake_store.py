@@ -10,10 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
+from conftest import LoopThread
 from store_contract import OpenStore, Room, StoreContract, read, value
 
 from mooncake_sparse_client.config import MooncakeConfig, load_config
@@ -25,8 +26,11 @@ from mooncake_sparse_client.errors import (
     StoreUnavailableError,
 )
 from mooncake_sparse_client.stores.base import Store
+from mooncake_sparse_client.stores.connecting import Opened
 from mooncake_sparse_client.stores.local import LocalMooncake
 from mooncake_sparse_client.stores.mooncake import MooncakeStore
+from mooncake_sparse_client.stores.native_memory import NativeMemory
+from mooncake_sparse_client.stores.regions import anonymous_pool
 
 MIB = 1 << 20
 
@@ -57,6 +61,35 @@ class TestMooncakeStore(StoreContract):
             return await MooncakeStore.connect(config_for(master.master_address))
 
         return open_one
+
+
+class TestSharedStore(StoreContract):
+    """The same store with the memory of an owner process, through memory that both share."""
+
+    leases = True
+
+    @pytest.fixture
+    def store(self, shared_store: MooncakeStore) -> Store:
+        return shared_store
+
+    @pytest.fixture
+    def new_store(self, serving_master: LocalMooncake) -> OpenStore:
+        async def open_one() -> Store:
+            return await MooncakeStore.connect(shared_config(serving_master, pool_size=16 * MIB))
+
+        return open_one
+
+
+@pytest.fixture(scope="module")
+def shared_store(serving_master: LocalMooncake, fixtures_loop: LoopThread) -> Iterator[MooncakeStore]:
+    store = fixtures_loop.run(MooncakeStore.connect(shared_config(serving_master, pool_size=64 * MIB)))
+    yield store
+    fixtures_loop.run(store.aclose())
+
+
+def shared_config(local: LocalMooncake, *, pool_size: int) -> MooncakeConfig:
+    assert local.owner_address is not None
+    return load_config("shared", owner_address=local.owner_address, pool_size=pool_size, environ={})
 
 
 async def test_a_segment_bounds_a_value(mooncake_store: MooncakeStore) -> None:
@@ -91,6 +124,8 @@ from mooncake_sparse_client.config import load_config
 from mooncake_sparse_client.errors import ForkedProcessError, SparseStoreError
 from mooncake_sparse_client.stores.base import GetItem, PutItem
 from mooncake_sparse_client.stores.mooncake import MooncakeStore
+from mooncake_sparse_client.stores.native_memory import NativeMemory
+from mooncake_sparse_client.stores.regions import anonymous_pool
 
 KEY = f"key of {os.getpid()}"  # what a process that ends badly leaves is there for a while
 config = load_config(
@@ -311,6 +346,18 @@ class FakeNative:
     ) -> list[int]:
         return self._answer(len(keys))
 
+    def batch_put_from(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]:
+        return self._answer(len(keys))
+
+    def batch_get_into(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]:
+        return self._answer(len(keys))
+
+    def register_buffer(self, pointer: int, size: int) -> int:
+        return 0
+
+    def unregister_buffer(self, pointer: int) -> int:
+        return 0
+
     def upsert_from(self, key: str, pointer: int, size: int) -> int:
         return self._answer(1)[0]
 
@@ -319,6 +366,12 @@ class FakeNative:
 
     def batch_remove(self, keys: list[str], force: bool) -> list[int]:
         return self._answer(len(keys))
+
+
+def fake_store(native: FakeNative) -> MooncakeStore:
+    config = config_for("127.0.0.1:1")
+    memory = NativeMemory(native, anonymous_pool(MIB), config)  # type: ignore[arg-type]
+    return MooncakeStore(Opened(native, memory), config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +386,7 @@ class FakeNative:
     ],
 )
 async def test_a_keys_own_code_is_a_failure_with_a_word(code: int, kind: str, retriable: bool) -> None:
-    async with MooncakeStore(FakeNative(code), config_for("127.0.0.1:1")) as store:
+    async with fake_store(FakeNative(code)) as store:
         for (failure,) in (
             await store.put([value("a", b"first")]),
             await store.put([value("a", b"first", replace=True)]),
@@ -346,7 +399,7 @@ async def test_a_keys_own_code_is_a_failure_with_a_word(code: int, kind: str, re
 
 @pytest.mark.parametrize(("code", "error"), [(-900, StoreUnavailableError), (-901, StoreTimeoutError)])
 async def test_a_master_out_of_reach_is_an_exception_for_the_whole_call(code: int, error: type[Exception]) -> None:
-    async with MooncakeStore(FakeNative(code), config_for("127.0.0.1:1")) as store:
+    async with fake_store(FakeNative(code)) as store:
         calls: list[Callable[[], Coroutine[Any, Any, object]]] = [
             lambda: store.exists(["a"]),
             lambda: store.put([value("a", b"first")]),

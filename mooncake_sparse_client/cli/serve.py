@@ -34,6 +34,8 @@ async def _serve(memory: int, port: int | None) -> None:
         print(f"export MOONCAKE_MASTER={local.master_address}")
         print("export MOONCAKE_PROTOCOL=tcp")
         print("export MOONCAKE_TE_META_DATA_SERVER=P2PHANDSHAKE\n")
+        print("On this host it is faster through the memory of its owner process. For that set as well")
+        print(f"MOONCAKE_MODE=shared and MOONCAKE_CLIENT={local.owner_address}\n")
         print("Its data goes when it ends; Ctrl-C ends it.", flush=True)
         await _until(stop, local)
     print("Stopped.", flush=True)

@@ -1,4 +1,4 @@
-"""From settings to a native store that is set up: probe first, since the native call cannot be interrupted."""
+"""From settings to a native store that is set up: probe first, since the native calls cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -7,43 +7,67 @@ import math
 import os
 import socket
 from contextlib import closing
+from typing import NamedTuple
 
 from ..config import MooncakeConfig
+from ..config_values import address_parts
 from ..errors import ConnectError
+from ..waiting import settled
 from . import native_codes as codes
-from .native import NativeStore, new_native_store
+from .native import NativeStore, native_replication, new_native_store
+from .native_memory import NativeMemory
+from .shared_setup import check_owner, set_up_shared
 
 
-async def open_native_store(config: MooncakeConfig, *, timeout: float) -> NativeStore:
-    """A native client of the master at ``config.master_server_address``, set up.
+class Opened(NamedTuple):
+    """A native client that is set up, and its memory, whose ``close`` closes both."""
 
-    Native ``setup`` holds the interpreter's lock while it waits for a master, for minutes where there is none:
-    the master's port is probed from asyncio first. ``timeout`` in seconds.
+    native: NativeStore
+    memory: NativeMemory
 
-    Raises ``ConnectError``, ``MissingLibraryError``.
+
+async def open_native_store(config: MooncakeConfig, *, timeout: float) -> Opened:
+    """A native client of the master at ``config.master_server_address``, or of the owner process at
+    ``config.owner_address``, set up and with its memory.
+
+    Native set-up holds the interpreter's lock while it waits for an answer, for minutes where there is none: the
+    port is probed from asyncio first. ``timeout`` in seconds. A cancelled call returns once nothing is left open.
+
+    Raises ``ConfigError``, ``ConnectError``, ``MissingLibraryError``.
     """
-    local_host = await _probe_master(config, timeout)
+    local_host = await _probe(config, timeout)
+    if config.mode == "shared":
+        await asyncio.to_thread(check_owner, config.owner_address)
+    else:
+        _bound_native_calls(timeout)
     native = await asyncio.to_thread(new_native_store)
-    _bound_native_calls(timeout)
-    hostname = config.local_hostname or local_host
-    await asyncio.to_thread(_set_up, native, config, hostname)
-    return native
+    opening = asyncio.create_task(asyncio.to_thread(_open, native, config, config.local_hostname or local_host))
+    try:
+        return Opened(native, await settled(opening))
+    except asyncio.CancelledError:
+        if not opening.cancelled() and opening.exception() is None:
+            await settled(asyncio.create_task(asyncio.to_thread(opening.result().close)))
+        raise
 
 
-async def _probe_master(config: MooncakeConfig, timeout: float) -> str:
-    """Connect to the master's port once; returns the local address that leads there."""
-    address = config.master_server_address
+async def _probe(config: MooncakeConfig, timeout: float) -> str:
+    """Connect to the port once; returns the local address that leads there."""
+    if config.mode == "shared":
+        who, program, setting, variable = "owner process", "mooncake_client", "owner_address", "MOONCAKE_CLIENT"
+    else:
+        who, program, setting, variable = "master", "mooncake_master", "master_server_address", "MOONCAKE_MASTER"
+    address = config.where
     try:
         async with asyncio.timeout(timeout):
-            _, writer = await asyncio.open_connection(config.master_host, config.master_port)
+            _, writer = await asyncio.open_connection(*address_parts(address))
     except TimeoutError as error:
-        raise ConnectError(f"no answer from {address} within {timeout:g} s; is it the master's address?") from error
+        raise ConnectError(f"no answer from {address} within {timeout:g} s; is it the {who}'s address?") from error
     except socket.gaierror as error:
-        raise ConnectError(f"the host name in master_server_address {address!r} is not known: {error}") from error
+        raise ConnectError(f"the host name in {setting} {address!r} is not known: {error}") from error
     except OSError as error:
         raise ConnectError(
-            f"no Mooncake master listens on {address} ({error.strerror or error}); start one (mooncake_master, or "
-            "`python -m mooncake_sparse_client serve`), or correct master_server_address / MOONCAKE_MASTER"
+            f"no Mooncake {who} listens on {address} ({error.strerror or error}); start one ({program}, or "
+            f"`python -m mooncake_sparse_client serve`), or correct {setting} / {variable}"
         ) from error
     local_host: str = writer.get_extra_info("sockname")[0]
     writer.close()
@@ -64,6 +88,20 @@ def _bound_native_calls(timeout: float) -> None:
     for name, value in values.items():
         if os.environ.get(name) == _ours.get(name):
             _ours[name] = os.environ[name] = str(value)
+
+
+def _open(native: NativeStore, config: MooncakeConfig, hostname: str) -> NativeMemory:
+    """Set ``native`` up and give it memory; if that fails, nothing is left open. Runs on a thread."""
+    native_replication(config.replication, 1)  # what the installed version lacks is better said now
+    if config.mode == "shared":
+        set_up_shared(native, config)
+    else:
+        _set_up(native, config, hostname)
+    try:
+        return NativeMemory.open(native, config)
+    except BaseException:
+        native.close()
+        raise
 
 
 def _set_up(native: NativeStore, config: MooncakeConfig, hostname: str) -> None:

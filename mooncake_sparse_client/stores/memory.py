@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..core.results import Health
 from ..errors import ClientClosedError, ConfigError
 from .base import Failure, GetItem, PutItem, RemoveOutcome, check_distinct, check_items
+from .regions import HeapMemory, StoreMemory
 
 
 class MemoryStore:
@@ -43,6 +44,10 @@ class MemoryStore:
     @property
     def lease_seconds(self) -> float | None:
         return None
+
+    @property
+    def memory(self) -> StoreMemory:
+        return HeapMemory()
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         self._check_open()

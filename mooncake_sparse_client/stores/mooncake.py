@@ -18,18 +18,31 @@ from typing import Final, TypeVar
 from ..config import MooncakeConfig
 from ..core.results import Health
 from ..errors import ClientClosedError, ForkedProcessError, StoreAnswerError, StoreTimeoutError
-from ..views import address_of
 from ..waiting import held
 from . import native_codes as codes
-from .base import Failure, GetItem, PutItem, RemoveOutcome, check_distinct, check_items
-from .connecting import open_native_store
-from .native import NativeStore
+from .base import (
+    Failure,
+    GetItem,
+    PlacedGets,
+    PlacedPuts,
+    Places,
+    PutItem,
+    RemoveOutcome,
+    check_distinct,
+    check_items,
+)
+from .connecting import Opened, open_native_store
+from .native_calls import copied_in, copy_out, get_placed, in_parts, put_placed, room_for
+from .regions import StoreMemory
 
 T = TypeVar("T")
 
 #: The native read's answer is a 32-bit length.
 _MAX_VALUE_BYTES: Final = (1 << 31) - 1
 _HEALTH_KEY: Final = "mooncake-sparse-client:health"
+#: Pieces that may be under way over TCP at once. With some two thousand and more, in however many calls, the library
+#: stalls for seconds and fails transfers that would work.
+_NETWORK_PIECES: Final = 1024
 #: Stores whose calls never came back: closing or collecting them would end the process.
 _stranded: list[MooncakeStore] = []
 
@@ -37,21 +50,26 @@ _stranded: list[MooncakeStore] = []
 class MooncakeStore:
     """A connected Mooncake store. Made by ``connect``; ``async with`` or ``aclose`` lets go of it."""
 
-    def __init__(self, native: NativeStore, config: MooncakeConfig, *, close_timeout: float = 60.0) -> None:
-        self._native = native
+    def __init__(self, opened: Opened, config: MooncakeConfig, *, close_timeout: float = 60.0) -> None:
+        self._native = opened.native
         self._config = config
         self._close_timeout = close_timeout
         self._pid = os.getpid()
         self._closing: asyncio.Task[None] | None = None
         self._in_flight: set[Future[object]] = set()
-        cores = os.cpu_count() or 2
-        self._data = ThreadPoolExecutor(max(2, min(cores, 4)), thread_name_prefix="mooncake-data")
+        # Over the network each thread that waits spins on a core; elsewhere the library's own threads do the work.
+        threads = 2 if config.mode == "remote" else 4
+        self._pieces = _NETWORK_PIECES // threads if config.mode == "remote" else None
+        self._data = ThreadPoolExecutor(threads, thread_name_prefix="mooncake-data")
         self._questions = ThreadPoolExecutor(8, thread_name_prefix="mooncake-ask")
+        self._memory = opened.memory
+        self._memory.run_on(self._run_on_memory)
 
     @classmethod
     async def connect(cls, config: MooncakeConfig, *, timeout: float = 30.0) -> MooncakeStore:
-        """Probe the master, then set the native client up. The native library's own time-outs are set to
-        ``timeout`` seconds too, unless the user has set them; a call to a dead master still takes it some four.
+        """Probe the master (in shared mode the owner process), then set the native client up, with its memory.
+        The native library's own time-outs are set to ``timeout`` seconds too, unless the user has set them; a
+        call to a dead master still takes it some four.
 
         Raises ``ConnectError``, ``MissingLibraryError`` or ``ConfigError``.
         """
@@ -65,9 +83,7 @@ class MooncakeStore:
 
     def __del__(self) -> None:
         if self._closing is None and self._pid == os.getpid():
-            warnings.warn(
-                f"a MooncakeStore on {self._config.master_server_address} was never closed", ResourceWarning, 2
-            )
+            warnings.warn(f"a MooncakeStore on {self._config.where} was never closed", ResourceWarning, 2)
 
     @property
     def config(self) -> MooncakeConfig:
@@ -81,13 +97,18 @@ class MooncakeStore:
     def lease_seconds(self) -> float | None:
         return self._config.lease_seconds
 
+    @property
+    def memory(self) -> StoreMemory:
+        """A pool of ``config.pool_size`` bytes, and what is registered besides."""
+        return self._memory
+
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         self._check_open()
         check_distinct(keys)
         what = f"asking {self._where} for {len(keys)} keys"
         answer = await self._run(self._questions, lambda: self._native.batch_is_exist(list(keys)))
         _check_length(answer, len(keys), what)
-        for code in answer:
+        for code in answer if min(answer, default=0) < 0 else ():
             # A replica that is busy or out of reach is not there; anything else is no answer.
             if code < 0 and codes.meaning_of(code).kind not in ("missing", "busy", "transfer"):
                 raise codes.error_of(code, what)
@@ -96,26 +117,44 @@ class MooncakeStore:
     async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
         self._check_open()
         check_items(items, writable=False)
-        what = f"writing {len(items)} values to {self._where}"
-        answer = await self._run(self._data, lambda: _native_put(self._native, items), hold=True)
-        _check_length(answer, len(items), what)
-        _check_reached(answer, what)
-        return [
-            codes.failure_of(code, f"writing {item.key!r}") if code else None
-            for item, code in zip(items, answer, strict=True)
-        ]
+        native, replication = self._native, self._config.replication
+
+        def call() -> list[int]:
+            batch, _ = (items, None) if isinstance(items, PlacedPuts) else copied_in(items, self._memory)
+            parts = in_parts(batch, self._pieces)
+            return [code for part in parts for code in put_placed(native, part, self._memory, replication)]
+
+        answer = await self._run(self._data, call, hold=True) if items else []
+        return self._outcome(items, answer, "writing")
 
     async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
         self._check_open()
         check_items(items, writable=True)
-        what = f"reading {len(items)} values from {self._where}"
-        answer = await self._run(self._data, lambda: _native_get(self._native, items), hold=True)
+        native = self._native
+
+        def call() -> list[Failure | int | None]:
+            batch, pieces = (items, None) if isinstance(items, PlacedGets) else room_for(items, self._memory)
+            answer = [code for part in in_parts(batch, self._pieces) for code in get_placed(native, part)]
+            if pieces is not None:
+                copy_out(items, pieces, answer)
+            return answer
+
+        answer = await self._run(self._data, call, hold=True) if items else []
+        return self._outcome(items, answer, "reading")
+
+    def _outcome(
+        self, items: Sequence[PutItem] | Sequence[GetItem], answer: Sequence[Failure | int | None], doing: str
+    ) -> list[Failure | None]:
+        """What became of each value, from the codes and failures of a native call."""
+        what = f"{doing} {len(items)} values at {self._where}"
         _check_length(answer, len(items), what)
-        _check_reached([code for code in answer if isinstance(code, int)], what)
-        return [
-            codes.failure_of(code, f"reading {item.key!r}") if isinstance(code, int) else code
-            for item, code in zip(items, answer, strict=True)
-        ]
+        if not any(answer):
+            return [None] * len(items)
+        for code in answer:
+            if isinstance(code, int) and codes.fails_whole_call(code):
+                raise codes.error_of(code, what)
+        keys = items.keys if isinstance(items, Places) else [item.key for item in items]
+        return [_failure(code, f"{doing} {key!r}") for key, code in zip(keys, answer, strict=True)]
 
     async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:
         self._check_open()
@@ -155,13 +194,13 @@ class MooncakeStore:
                     f"{len(late)} native calls to {self._where} did not end within {self._close_timeout:g} s; "
                     "the connection is left open, since closing it under a call would end the process"
                 )
-        await asyncio.wrap_future(self._questions.submit(self._native.close))
+        await asyncio.wrap_future(self._questions.submit(self._memory.close))
         self._data.shutdown(wait=False)
         self._questions.shutdown(wait=False)
 
     @property
     def _where(self) -> str:
-        return f"the Mooncake store at {self._config.master_server_address}"
+        return f"the Mooncake store at {self._config.where}"
 
     def _check_open(self) -> None:
         if self._closing is not None:
@@ -175,6 +214,10 @@ class MooncakeStore:
                 f"the connection to {self._where} was opened in process {self._pid} and cannot be used in its fork "
                 f"{os.getpid()}; connect in the child (start it by spawn, or connect after the fork)"
             )
+
+    async def _run_on_memory(self, call: Callable[[], T]) -> T:
+        self._check_open()
+        return await self._run(self._questions, call, hold=True)
 
     async def _run(self, pool: ThreadPoolExecutor, call: Callable[[], T], *, hold: bool = False) -> T:
         """Run a native call on ``pool``. ``hold``: it works on the caller's memory, so a cancelled wait goes
@@ -190,10 +233,10 @@ def _check_length(answer: Sequence[object], wanted: int, what: str) -> None:
         raise StoreAnswerError(f"{what}: {len(answer)} answers came back for {wanted} keys")
 
 
-def _check_reached(answer: Sequence[int], what: str) -> None:
-    for code in answer:
-        if codes.fails_whole_call(code):
-            raise codes.error_of(code, what)
+def _failure(code: Failure | int | None, what: str) -> Failure | None:
+    if isinstance(code, int):
+        return codes.failure_of(code, what) if code else None
+    return code
 
 
 def _removed(code: int, what: str) -> RemoveOutcome:
@@ -205,59 +248,3 @@ def _removed(code: int, what: str) -> RemoveOutcome:
     if kind == "busy":
         return RemoveOutcome.LEASED
     raise codes.error_of(code, what)
-
-
-def _addresses(buffers: tuple[memoryview, ...]) -> list[int]:
-    return [address_of(buffer) for buffer in buffers]
-
-
-def _sizes(buffers: tuple[memoryview, ...]) -> list[int]:
-    return [buffer.nbytes for buffer in buffers]
-
-
-def _native_put(native: NativeStore, items: Sequence[PutItem]) -> list[int]:
-    """Runs on a thread. The items keep the buffers alive until the call is back."""
-    plain = [item for item in items if not item.replace]
-    answer: dict[str, int] = {}
-    if plain:
-        written = native.batch_put_from_multi_buffers(
-            [item.key for item in plain],
-            [_addresses(item.buffers) for item in plain],
-            [_sizes(item.buffers) for item in plain],
-        )
-        if len(written) != len(plain):
-            return list(written)  # of a wrong length, which the caller reports
-        answer = {item.key: code for item, code in zip(plain, written, strict=True)}
-    for item in items:
-        if item.replace:
-            # Rare (it heals damage), so one copy: the native upsert takes a single buffer.
-            value = memoryview(bytearray().join(item.buffers))
-            answer[item.key] = native.upsert_from(item.key, address_of(value), value.nbytes)
-    return [answer[item.key] for item in items]
-
-
-def _native_get(native: NativeStore, items: Sequence[GetItem]) -> list[Failure | int | None]:
-    """Runs on a thread: None for a value that arrived, a code or a reason for one that did not."""
-    if not items:
-        return []
-    lengths = native.batch_get_into_multi_buffers(
-        [item.key for item in items],
-        [_addresses(item.buffers) for item in items],
-        [_sizes(item.buffers) for item in items],
-    )
-    if len(lengths) != len(items):
-        return list(lengths)
-    return [_arrival(native, item, length) for item, length in zip(items, lengths, strict=True)]
-
-
-def _arrival(native: NativeStore, item: GetItem, length: int) -> Failure | int | None:
-    wanted = sum(buffer.nbytes for buffer in item.buffers)
-    if length == wanted:
-        return None
-    if length in (codes.INVALID_PARAMS, codes.TRANSFER_FAIL):
-        # A value of another size is answered like a failed transfer; its size tells them apart.
-        size = native.get_size(item.key)
-        length = size if size != wanted else length
-    if length >= 0:
-        return Failure("length", False, f"{item.key!r} has {length} bytes, not {wanted}")
-    return length

@@ -1,4 +1,4 @@
-"""Loading the native Mooncake library, and saying what is wrong when it does not load."""
+"""The native Mooncake library: loading it, saying what is wrong when it does not load, and what we call of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 import os
 from typing import Final, Protocol
 
-from ..errors import MissingLibraryError
+from ..errors import ConfigError, MissingLibraryError
+from ..replication import DEFAULT_REPLICATION, Replication
 
 INSTALL_LINES: Final = """
     pip install mooncake-transfer-engine-non-cuda   # any machine
@@ -19,23 +20,43 @@ logger = logging.getLogger(__name__)
 
 _GLOG_LEVEL: Final = "_ZN3fLI17FLAGS_minloglevelE"
 _GLOG_FATAL: Final = 3
+#: What the fields of a ``Replication`` are called in the library's ``ReplicateConfig``.
+_NATIVE_NAMES: Final = {
+    "replica_num": "replica_num",
+    "soft_pin": "soft_pin_action",
+    "soft_pin_ttl_seconds": "soft_pin_ttl_ms",
+    "hard_pin": "with_hard_pin",
+    "preferred_segments": "preferred_segments",
+    "group_id": "group_ids",
+}
 APT_LINE: Final = "apt-get install -y libibverbs1 libnuma1 libcurl4"
 
 
 class NativeStore(Protocol):
-    """The part of ``mooncake.store.MooncakeDistributedStore`` that we call. Each answer may be a code."""
+    """The part of ``mooncake.store.MooncakeDistributedStore`` that we call. Each answer may be a code.
+
+    ``config`` is what ``native_replication`` makes; left out, the library's own default.
+    """
 
     def setup(self, config: dict[str, str]) -> int: ...
+    def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int: ...
     def close(self) -> int: ...
+    def alloc_from_mem_pool(self, size: int, /) -> int: ...
+    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
+    def unregister_buffer(self, buffer_ptr: int) -> int: ...
     def is_exist(self, key: str) -> int: ...
     def batch_is_exist(self, keys: list[str]) -> list[int]: ...
-    def batch_put_from_multi_buffers(
-        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
+    def batch_put_from(
+        self, keys: list[str], pointers: list[int], sizes: list[int], config: object = ...
     ) -> list[int]: ...
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]], config: object = ...
+    ) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]: ...
     def batch_get_into_multi_buffers(
         self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
     ) -> list[int]: ...
-    def upsert_from(self, key: str, pointer: int, size: int) -> int: ...
+    def upsert_from(self, key: str, pointer: int, size: int, config: object = ...) -> int: ...
     def get_size(self, key: str) -> int: ...
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
 
@@ -52,6 +73,51 @@ def new_native_store() -> NativeStore:
     _hush(library.__file__)
     native: NativeStore = library.MooncakeDistributedStore()
     return native
+
+
+class HostAllocator(Protocol):
+    """The part of ``mooncake.store.MooncakeHostMemAllocator`` that we call."""
+
+    def free(self, address: int, /) -> int: ...
+
+
+def host_allocator() -> HostAllocator:
+    """What frees the memory that ``alloc_from_mem_pool`` gave: a native store does not, not even when it closes."""
+    from mooncake import store as library
+
+    allocator: HostAllocator = library.MooncakeHostMemAllocator()
+    return allocator
+
+
+def native_replication(replication: Replication, count: int) -> object | None:
+    """The library's own form of ``replication`` for a batch of ``count`` keys; None for the library's default.
+
+    Raises ``ConfigError`` for a setting that the installed version does not have.
+    """
+    if replication == DEFAULT_REPLICATION:
+        return None
+    from mooncake import store as library
+
+    config: object = library.ReplicateConfig()
+    for name, native_name in _NATIVE_NAMES.items():
+        value = getattr(replication, name)
+        if value == getattr(DEFAULT_REPLICATION, name):
+            continue
+        if not hasattr(config, native_name):
+            raise ConfigError(
+                f"Replication.{name} is {value!r}, but the installed Mooncake has no {native_name} "
+                f"({library.__file__}); install a newer one, or leave {name} out"
+            )
+        if name == "soft_pin":
+            value = library.SoftPinAction.ENABLE if value else library.SoftPinAction.DISABLE
+        elif name == "soft_pin_ttl_seconds":
+            value = max(1, round(value * 1000))
+        elif name == "preferred_segments":
+            value = list(value)
+        elif name == "group_id":
+            value = [value] * count  # one a key, or the library refuses the batch
+        setattr(config, native_name, value)
+    return config
 
 
 def _hush(library: str) -> None:
