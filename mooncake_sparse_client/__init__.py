@@ -1,5 +1,6 @@
 """Asyncio client for a KV cache in a Mooncake store. Start with ``SparseStoreClient``."""
 
+from .block_memory import BlockMemory
 from .chunks import Buffer, ChunkBuffers, Sink, Source
 from .client import SparseStoreClient
 from .config import FROM_ENV, Limits, MooncakeConfig, load_config
@@ -22,11 +23,15 @@ from .core.results import ChunkFailure, GetResult, Health, PutResult, RemoveResu
 from .core.sequence import TokenSequence
 from .errors import SparseStoreError
 from .identity import Profile
+from .paged import PagedKVCache
+from .replication import Replication
 from .settings import WhenDown
-from .stores.base import Failure, GetItem, PutItem, RemoveOutcome, Store
+from .stores.base import Failure, GetItem, PlacedGets, PlacedPuts, PutItem, RemoveOutcome, Store
 from .stores.local import LocalMooncake
 from .stores.memory import MemoryStore
 from .stores.mooncake import MooncakeStore
+from .stores.regions import HeapMemory, Region, StoreMemory
+from .stores.throttle import ThrottledStore
 
 __version__ = "0.1.0"
 
@@ -34,6 +39,7 @@ __all__ = [
     "FROM_ENV",
     "PRESETS",
     "BlockHasher",
+    "BlockMemory",
     "Buffer",
     "ChunkBuffers",
     "ChunkFailure",
@@ -45,6 +51,7 @@ __all__ = [
     "GroupSpec",
     "HashAlgorithm",
     "Health",
+    "HeapMemory",
     "KVCacheLayout",
     "KeySchema",
     "Limits",
@@ -54,6 +61,9 @@ __all__ = [
     "Mode",
     "MooncakeConfig",
     "MooncakeStore",
+    "PagedKVCache",
+    "PlacedGets",
+    "PlacedPuts",
     "PrefixHit",
     "PrefixReport",
     "Profile",
@@ -61,15 +71,19 @@ __all__ = [
     "PutPlan",
     "PutResult",
     "Rank",
+    "Region",
     "RemoveOutcome",
     "RemoveResult",
+    "Replication",
     "Sink",
     "SlidingWindowSpec",
     "Source",
     "SparseStoreClient",
     "SparseStoreError",
     "Store",
+    "StoreMemory",
     "Tally",
+    "ThrottledStore",
     "TokenIds",
     "TokenSequence",
     "WhenDown",

@@ -12,13 +12,14 @@ from .core.masks import BoolArray, load_mask, read_only, store_mask
 from .core.plans import PrefixHit, lookup_questions, lookup_stages, needed_again, no_presence
 from .core.prefix import PrefixReport, explain_prefix
 from .core.results import RemoveResult
+from .data_plane.pacing import paced
+from .data_plane.transfer import Transport
 from .stores.base import RemoveOutcome
-from .transfer import Transport
 
 Hashes: TypeAlias = tuple[bytes, ...]
 KeysOf: TypeAlias = Callable[[Sequence[bytes], int, Sequence[int]], list[str]]
 #: More keys than this are built on a thread: a microsecond each adds up for the event loop.
-_KEYS_INLINE = 4096
+_KEYS_INLINE = 2048
 
 
 class Asker:
@@ -109,7 +110,7 @@ class Asker:
         outcomes = await self._transport.in_key_batches(keys, remove)
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome is not RemoveOutcome.LEASED:
-                self._transport.ledger.clear(key)  # whatever comes to be there is another value
+                self._transport.ledger.clear([key])
         return RemoveResult(
             removed=outcomes.count(RemoveOutcome.REMOVED),
             absent=outcomes.count(RemoveOutcome.ABSENT),
@@ -119,11 +120,18 @@ class Asker:
     async def _keys(self, build: KeysOf, hashes: Hashes, chunks: Sequence[Sequence[int]]) -> list[str]:
         """Keys of ``chunks``, a sequence a group; very many are built on a thread."""
 
-        def built() -> list[str]:
+        if sum(map(len, chunks)) <= _KEYS_INLINE:
             return [key for group, some in enumerate(chunks) for key in build(hashes, group, some)]
 
-        few = sum(map(len, chunks)) <= _KEYS_INLINE
-        return built() if few else await self._transport.compute(built)
+        def built() -> list[str]:
+            parts = [
+                (group, some[first : first + _KEYS_INLINE])
+                for group, some in enumerate(chunks)
+                for first in range(0, len(some), _KEYS_INLINE)
+            ]
+            return [key for group, some in paced(parts) for key in build(hashes, group, some)]
+
+        return await self._transport.compute(built)
 
     async def _ask(self, questions: Sequence[BoolArray], hashes: Hashes, present: Sequence[BoolArray]) -> int:
         """Set ``present`` where every rank's key is there; returns how many keys were asked for."""
@@ -132,7 +140,7 @@ class Asker:
         keys = await self._keys(builder.ranked_keys, hashes, [some.tolist() for some in chunks])
         if not keys:
             return 0
-        answers = np.array(await self._transport.exists(keys), dtype=np.bool_)
+        answers = await self._transport.exists(keys)
         ranks = len(builder.schema.lookup_ranks)
         everywhere = np.logical_and.reduce(answers.reshape(-1, ranks), axis=1)
         first = 0

@@ -6,13 +6,14 @@ import bisect
 import mmap
 import reprlib
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import InvalidBufferError
+from .paged import PagedKVCache
 from .views import address_of
 
 #: Plain, C-contiguous bytes in memory.
@@ -22,9 +23,9 @@ ChunkId: TypeAlias = tuple[int, int]
 #: A chunk in one piece, or in several that stand for one after another (K and V, or a piece a layer).
 ChunkBuffers: TypeAlias = "Buffer | list[Buffer] | tuple[Buffer, ...]"
 #: Asked for ``(group, chunk)``; None, or an absent key: the chunk's bytes are not to be had.
-Source: TypeAlias = "Callable[[int, int], ChunkBuffers | None] | Mapping[tuple[int, int], ChunkBuffers]"
+Source: TypeAlias = "PagedKVCache | Callable[[int, int], ChunkBuffers | None] | Mapping[tuple[int, int], ChunkBuffers]"
 #: Asked for ``(group, chunk)``: writable memory of exactly the group's page size.
-Sink: TypeAlias = "Callable[[int, int], ChunkBuffers] | Mapping[tuple[int, int], ChunkBuffers]"
+Sink: TypeAlias = "PagedKVCache | Callable[[int, int], ChunkBuffers] | Mapping[tuple[int, int], ChunkBuffers]"
 
 
 def check_source(source: Source) -> None:
@@ -93,9 +94,9 @@ class SinkPlaces:
             self._taken.insert(at, place)
 
 
-def _views(found: ChunkBuffers, what: str, nbytes: int) -> tuple[memoryview, ...]:
+def _views(found: ChunkBuffers | list[memoryview], what: str, nbytes: int) -> tuple[memoryview, ...]:
     # An array of numbers is a sequence too; only a list or tuple means several pieces.
-    pieces = found if isinstance(found, list | tuple) else [found]
+    pieces: Sequence[object] = found if isinstance(found, list | tuple) else [found]
     views = tuple(view for piece in pieces if (view := _byte_view(piece, what)).nbytes)
     total = sum(view.nbytes for view in views)
     if total != nbytes:

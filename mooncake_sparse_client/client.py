@@ -14,9 +14,13 @@ from .core.masks import BoolArray, token_count
 from .core.plans import PrefixHit, PutPlan, no_presence, plan_put
 from .core.results import GetResult, Health, PutResult, RemoveResult
 from .core.sequence import TokenSequence
+from .data_plane.ends import BufferEnd, PagedEnd
+from .data_plane.movers import DirectMover, StagedMover
+from .data_plane.writing import PutStep
 from .errors import InvalidRequestError, StoreTimeoutError
 from .lifecycle import ClientLifecycle
-from .writing import PutStep
+from .paged import PagedKVCache
+from .stores.regions import Region
 
 #: Prompts with more tokens than this to hash are hashed on a thread.
 _HASH_INLINE_TOKENS = 4096
@@ -84,13 +88,15 @@ class SparseStoreClient(ClientLifecycle):
     async def get(self, hit_or_sequence: PrefixHit | TokenSequence, *, into: Sink | None = None) -> GetResult:
         """Read the chunks of a hit, or of a sequence's own lookup.
 
-        ``into``: where the bytes go, ``(group, chunk) -> writable buffer(s)`` as a callable or mapping; without
-        one they come back in ``GetResult.chunks``. When chunks are gone, late, short or damaged, the result's
+        ``into``: where the bytes go: a registered ``PagedKVCache`` with the request's block tables, without a copy;
+        or ``(group, chunk) -> writable buffer(s)`` as a callable or mapping; without one they come back in
+        ``GetResult.chunks``. When chunks are gone, late, short or damaged, the result's
         ``hit_length`` is the longest prefix that can be resumed from what did arrive.
         """
         self._check_open()
         if into is not None:
             check_source(into)
+        mover = self._mover(into)
         if self.keys.rank not in self.keys.lookup_ranks:
             raise InvalidRequestError(
                 f"this client's own rank {self.keys.rank} is not among its key_ranks {self.keys.lookup_ranks}: "
@@ -106,7 +112,7 @@ class SparseStoreClient(ClientLifecycle):
             async with self._bounded("reading a hit"):
                 if isinstance(hit_or_sequence, TokenSequence):
                     hit = await self._asker.lookup(hashes, num_tokens, 0)
-                return await self._reader.get(hit, await self._asker.present_now(hit), into)
+                return await self._reader.get(hit, await self._asker.present_now(hit), mover)
         except self._misses as error:
             return self._reader.nothing(hit, error.kind)
 
@@ -124,8 +130,9 @@ class SparseStoreClient(ClientLifecycle):
     ) -> Coroutine[None, None, PutResult]:
         """Write the chunks of the sequence that a later hit could reach and the store lacks.
 
-        ``source``: ``(group, chunk) -> buffer(s) or None`` as a callable or mapping, asked only for those
-        chunks, on the event loop, a batch at a time. ``num_tokens``: how far the cache really reaches, rounded
+        ``source``: a registered ``PagedKVCache`` with the request's block tables, whose bytes move without a copy;
+        or ``(group, chunk) -> buffer(s) or None`` as a callable or mapping. Asked only for those chunks, on the
+        event loop, a batch at a time. ``num_tokens``: how far the cache really reaches, rounded
         down to the alignment; default all. ``num_prompt_tokens``: default the sequence's length. ``hit``: this
         request's own lookup; what it saw is not asked again, and the junction that it found is kept.
         ``start_token``: the last result's ``end_token`` when one request puts in steps. ``boundaries``: token
@@ -144,10 +151,13 @@ class SparseStoreClient(ClientLifecycle):
     async def _put(
         self, sequence: TokenSequence, length: int, source: Source, wanted: _Wanted, *, confirm: bool
     ) -> PutResult:
+        self._check_open()
         check_source(source)
+        mover = self._mover(source)
         hashes, _ = await self._hashes(sequence, length)
         plan = self._plan(hashes, length, wanted)
-        step = PutStep(self._transport, plan, hashes, source, confirm=confirm, patience=self._patience)
+        mover.check(plan.store_masks)
+        step = PutStep(self._transport, plan, hashes, mover, confirm=confirm, patience=self._patience)
         try:
             async with self._bounded(f"putting tokens {plan.start_token} to {plan.end_token}", step.so_far):
                 await step.run()
@@ -213,6 +223,37 @@ class SparseStoreClient(ClientLifecycle):
         async with self._bounded("removing the chunks of a sequence"):
             return await self._asker.remove(hashes, num_tokens, force=force)
 
+    async def register(self, cache: PagedKVCache) -> bool:
+        """Make paged memory known to the store: once, before its first use as a source or sink.
+
+        All of a cache's block tables share it, and registering it again is nothing. It must stay where it is
+        until ``unregister``, or until the client is closed. Answers whether values move to and from it without
+        a copy: in shared mode only memory of ``allocate`` does, and any other is staged.
+
+        Raises ``InvalidBufferError`` for memory that does not fit the layout, ``StoreRejectedError`` for memory
+        that the store does not take.
+        """
+        self._check_open()
+        async with self._bounded("registering memory"):
+            return (await self._registry.register(cache)).direct
+
+    async def unregister(self, cache: PagedKVCache) -> None:
+        """Let go of a cache's memory before the client is closed. No call may be using it."""
+        self._check_open()
+        async with self._bounded("unregistering memory"):
+            await self._registry.unregister(cache)
+
+    def allocate(self, nbytes: int) -> Region:
+        """Memory that values move to and from without a copy, in whatever mode: ``.view`` and ``.array``.
+
+        It comes from the store's pool (``pool_size``), to which it returns when nothing refers to it any more;
+        it stays valid when the client is closed before. A ``PagedKVCache`` over it is registered like any other.
+
+        Raises ``InvalidRequestError`` when the pool has no room for ``nbytes``.
+        """
+        self._check_open()
+        return self._transport.memory.allocate(nbytes)
+
     async def health(self) -> Health:
         """Whether the store answers now. A store that does not is a value too."""
         try:
@@ -220,6 +261,15 @@ class SparseStoreClient(ClientLifecycle):
                 return await self._transport.store.health()
         except StoreTimeoutError as error:
             return Health(ok=False, kind=error.kind, detail=str(error))
+
+    def _mover(self, end: Source | Sink | None) -> DirectMover | StagedMover:
+        """How bytes move between this source or sink and the store."""
+        if not isinstance(end, PagedKVCache):
+            return StagedMover(self._transport, BufferEnd(end, self._identity.page_sizes))
+        known = self._registry[end]
+        if known.direct:
+            return DirectMover(self._transport, end, known.pieces)
+        return StagedMover(self._transport, PagedEnd(end))
 
     async def _hashes(self, sequence: TokenSequence, length: int | None = None) -> tuple[tuple[bytes, ...], int]:
         """The block hashes of the sequence's first ``length`` tokens (now: all), and that number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -35,6 +36,11 @@ class Identity:
     def owns_namespace(self) -> bool:
         """Whether nobody else writes under these keys, so that a damaged value may be replaced."""
         return bool(self.keys.schema.namespace)
+
+    def names_of(self, group: int, keys: Sequence[str]) -> list[str]:
+        """The names of a group's chunks, from their keys under the own rank."""
+        behind = len(self.keys.schema.stem(group, self.keys.schema.rank))
+        return [key[behind:] for key in keys]
 
     def value_bytes(self, group: int) -> int:
         """Bytes of one stored value of a group, header included."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from enum import Enum
 from typing import Self, Unpack
 
@@ -18,6 +18,9 @@ from .core.hashing import BlockHasher
 from .core.keys import KeySchema
 from .core.layout import KVCacheLayout
 from .core.masks import check_retention_interval
+from .data_plane.reading import Reader
+from .data_plane.registry import Registry
+from .data_plane.transfer import Transport
 from .errors import (
     ClientClosedError,
     ConfigError,
@@ -28,7 +31,6 @@ from .errors import (
     StoreUnavailableError,
 )
 from .identity import Profile, resolve_identity
-from .reading import Reader
 from .settings import (
     DEFAULT_TIMEOUT,
     ClientSettings,
@@ -43,8 +45,7 @@ from .settings import (
     split_settings,
 )
 from .stores.base import Store
-from .transfer import Transport
-from .waiting import settled
+from .waiting import Bound, settled
 
 logger = logging.getLogger(__name__)
 
@@ -164,8 +165,14 @@ class ClientLifecycle:
                 f"the layout's largest chunk takes {largest} bytes, but the store holds values of at most "
                 f"{store.max_value_bytes}; give the store a larger segment, or the layout smaller blocks"
             )
+        if largest > self._limits.staging_bytes:
+            raise ConfigError(
+                f"the layout's largest chunk takes {largest} bytes, but Limits.staging_bytes is "
+                f"{self._limits.staging_bytes}; give it room for a few chunks"
+            )
         self._transport = Transport(store, self._identity, self._limits)
         self._asker, self._reader = Asker(self._transport), Reader(self._transport)
+        self._registry = Registry(self._transport.memory, self._identity)
         self._state = _State.OPEN
 
     async def __aenter__(self) -> Self:
@@ -209,6 +216,8 @@ class ClientLifecycle:
     async def _close(self) -> None:
         try:
             await self._transport.settle(self._timeout)
+            async with asyncio.timeout(self._timeout):
+                await self._registry.release()
         finally:
             await self._stack.aclose()
 
@@ -241,18 +250,10 @@ class ClientLifecycle:
         """Where the retention interval was set: ``argument``, a variable's name or ``default``."""
         return self._retention.origin
 
-    @asynccontextmanager
-    async def _bounded(self, what: str, so_far: Callable[[], str] = lambda: "") -> AsyncIterator[None]:
-        """Let the body take ``timeout`` seconds; ``so_far`` says what a body that is cut off had done."""
+    def _bounded(self, what: str, so_far: Callable[[], str] = lambda: "") -> Bound:
+        """Let a block take ``timeout`` seconds; ``so_far`` says what one that is cut off had done."""
         self._check_open()
-        bound = asyncio.timeout(self._timeout)
-        try:
-            async with bound:
-                yield
-        except TimeoutError as error:
-            if not bound.expired():
-                raise  # the store's own, or the source's
-            raise StoreTimeoutError(f"{what}: not done within {self._timeout:g} s{so_far()}") from error
+        return Bound(self._timeout, what, so_far)
 
     def _check_open(self) -> None:
         if self._state is not _State.OPEN:

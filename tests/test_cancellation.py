@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from engine import Engine
 from store_contract import WrappedStore
 
 from mooncake_sparse_client import (
@@ -104,8 +105,8 @@ class SlowStore(WrappedStore):
     """Every call takes a few turns of the loop before and after it does its work."""
 
     def __init__(self) -> None:
-        self.memory = MemoryStore()
-        super().__init__(self.memory)
+        self.kept = MemoryStore()
+        super().__init__(self.kept)
 
     async def _turns(self) -> None:
         for _ in range(3):
@@ -141,8 +142,8 @@ class ThreadStore(WrappedStore):
     """
 
     def __init__(self) -> None:
-        self.memory = MemoryStore()
-        super().__init__(self.memory)
+        self.kept = MemoryStore()
+        super().__init__(self.kept)
         self.pool = ThreadPoolExecutor(4)
         self.gate = threading.Event()
         self.gate.set()
@@ -161,11 +162,11 @@ class ThreadStore(WrappedStore):
         return await held(self.pool.submit(call))
 
     async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
-        answer: list[Failure | None] = await self._on_thread(lambda: self.memory.put(items))
+        answer: list[Failure | None] = await self._on_thread(lambda: self.kept.put(items))
         return answer
 
     async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
-        answer: list[Failure | None] = await self._on_thread(lambda: self.memory.get(items))
+        answer: list[Failure | None] = await self._on_thread(lambda: self.kept.get(items))
         return answer
 
 
@@ -186,10 +187,28 @@ async def check_usable(client: SparseStoreClient, layout: KVCacheLayout = FS) ->
         )
 
 
+async def get_paged(client: SparseStoreClient, sequence: Any) -> Any:
+    engine = Engine(client.layout, 20)
+    await client.register(engine.cache)
+    got = await client.get(sequence, into=engine.at)
+    await client.unregister(engine.cache)
+    return got
+
+
+async def put_paged(client: SparseStoreClient, sequence: Any) -> Any:
+    engine = Engine(client.layout, 20).fill()
+    await client.register(engine.cache)
+    put = await client.put(client.sequence(range(random.randrange(10**6), 10**6 + 100)[:100]), engine.at)
+    await client.unregister(engine.cache)
+    return put
+
+
 CALLS: dict[str, Callable[[SparseStoreClient, Any], Awaitable[Any]]] = {
     "lookup": lambda client, sequence: client.lookup(sequence),
     "get": lambda client, sequence: client.get(sequence),
     "get into": lambda client, sequence: client.get(sequence, into=sink_for(client.layout)),
+    "get into paged memory": get_paged,
+    "put from paged memory": put_paged,
     "put": lambda client, sequence: client.put(
         client.sequence(range(random.randrange(10**6), 10**6 + 100)[:100]), source_for(client.layout), confirm=True
     ),
@@ -257,38 +276,42 @@ async def test_a_timeout_of_the_callers_is_a_cancellation_too() -> None:
 # Memory
 
 
-async def test_a_read_into_the_callers_memory_is_over_when_it_raises() -> None:
+@pytest.mark.parametrize("value_format", ["framed", "raw"])
+async def test_a_read_into_paged_memory_is_over_when_it_raises(value_format: Any) -> None:
     store = ThreadStore()
-    async with client_of(store) as client:
+    async with client_of(store, value_format=value_format) as client:
         sequence = client.sequence(range(100))
         await client.put(sequence, source_for(FS))
-        rooms = {where: bytearray(FS.page_sizes[where[0]]) for where in [(0, 0), (0, 1), (0, 2), (1, 11)]}
+        engine = Engine(FS, 20)
+        await client.register(engine.cache)
         store.gate.clear()
         begun = store.begun
-        reading = asyncio.create_task(client.get(sequence, into=rooms))
+        reading = asyncio.create_task(client.get(sequence, into=engine.at))
         await settled(lambda: store.begun > begun)
-        reading.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0.001)
-        assert not reading.done()  # a thread has the caller's memory
+        for _ in range(3):  # once more does not help
+            reading.cancel()
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+            assert not reading.done()  # a thread has the caller's memory
         store.gate.set()
         with pytest.raises(asyncio.CancelledError):
             await reading
         assert store.begun == store.done
-        for room in rooms.values():
-            room[:] = b"\x5a" * len(room)
+        engine.memory[:] = 0x5A
         await asyncio.sleep(0.05)
-        assert all(set(room) == {0x5A} for room in rooms.values())
+        assert (engine.memory == 0x5A).all()
+        assert client._transport.staging.idle
+        assert client._transport.budget.in_flight == 0
 
 
-async def test_a_write_from_the_callers_memory_is_over_when_it_raises() -> None:
+@pytest.mark.parametrize("value_format", ["framed", "raw"])
+async def test_a_write_from_paged_memory_is_over_when_it_raises(value_format: Any) -> None:
     store = ThreadStore()
-    async with client_of(store) as client:
-        sequence = client.sequence(range(100))
-        memory = {(0, chunk): bytearray(page(FS, 0, chunk)) for chunk in range(3)}
-        memory |= {(1, chunk): bytearray(page(FS, 1, chunk)) for chunk in (3, 7, 11)}
+    async with client_of(store, value_format=value_format) as client:
+        sequence, engine = client.sequence(range(100)), Engine(FS, 20).fill()
+        await client.register(engine.cache)
         store.gate.clear()
-        writing = asyncio.create_task(client.put(sequence, memory))
+        writing = asyncio.create_task(client.put(sequence, engine.at))
         await settled(lambda: store.begun > 0)
         writing.cancel()
         for _ in range(20):
@@ -298,15 +321,56 @@ async def test_a_write_from_the_callers_memory_is_over_when_it_raises() -> None:
         with pytest.raises(asyncio.CancelledError):
             await writing
         assert store.begun == store.done
-        for room in memory.values():
-            room[:] = b"\x5a" * len(room)
+        engine.memory[:] = 0x5A
         # What was written before is whole; the rest is not there.
         present = sum(int(mask.sum()) for mask in await client.exists(sequence))
-        assert 0 < present == len(store.memory.keys())
-        assert (await client.put(sequence, source_for(FS))).existing.chunks == present
-        got = await client.get(sequence)
+        assert 0 < present == len(store.kept.keys())
+        room = Engine(FS, 20)
+        await client.register(room.cache)
+        assert (await client.put(sequence, engine.fill().at)).existing.chunks == present
+        got = await client.get(sequence, into=room.at)
         assert (got.hit_length, got.failures) == (96, ())
+        assert room.has([(0, 0), (0, 1), (0, 2), (1, 11)])
+
+
+async def test_buffers_that_are_staged_are_no_longer_touched_when_a_call_raises() -> None:
+    """Copies are quick, so nobody waits for the store: the caller's buffers were read before it began, and are
+    written to only once it has ended."""
+    store = ThreadStore()
+    async with client_of(store) as client:
+        sequence = client.sequence(range(100))
+        memory = {(0, chunk): bytearray(page(FS, 0, chunk)) for chunk in range(3)}
+        memory |= {(1, chunk): bytearray(page(FS, 1, chunk)) for chunk in (3, 7, 11)}
+        store.gate.clear()
+        writing = asyncio.create_task(client.put(sequence, memory))
+        await settled(lambda: store.begun > 0)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(writing, 10)
+        assert store.done < store.begun
+        assert not client._transport.staging.idle  # the slot is the store's until it lets go
+        for room in memory.values():
+            room[:] = b"\x5a" * len(room)
+        store.gate.set()
+        await tasks_end()
+        assert client._transport.staging.idle
+        got = await client.get(sequence)
         assert intact(got, FS)
+        assert (await client.put(sequence, source_for(FS))).failures == ()
+
+        rooms = {where: bytearray(FS.page_sizes[where[0]]) for where in [(0, 0), (0, 1), (0, 2), (1, 11)]}
+        store.gate.clear()
+        begun = store.begun
+        reading = asyncio.create_task(client.get(sequence, into=rooms))
+        await settled(lambda: store.begun > begun)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(reading, 10)
+        store.gate.set()
+        await tasks_end()
+        assert all(not any(room) for room in rooms.values())
+        assert client._transport.staging.idle
+        assert client._transport.budget.in_flight == 0
 
 
 async def test_a_read_into_memory_of_ours_ends_at_once() -> None:
@@ -349,8 +413,8 @@ class GatedStore(WrappedStore):
     """Puts and questions wait for their gates."""
 
     def __init__(self) -> None:
-        self.memory = MemoryStore()
-        super().__init__(self.memory)
+        self.kept = MemoryStore()
+        super().__init__(self.kept)
         self.gates = {"exists": asyncio.Event(), "put": asyncio.Event()}
         self.waiting: list[str] = []
         self.written: list[str] = []
@@ -560,6 +624,73 @@ async def test_calls_to_the_native_store_may_be_cancelled_at_random(
         assert intact(got, FS)
         await check_usable(client)
     assert (await mooncake_store.health()).ok
+
+
+@pytest.mark.parametrize("value_format", ["framed", "raw"])
+async def test_five_hundred_cancelled_transfers_leave_nothing(
+    mooncake_store: MooncakeStore, fresh: str, value_format: Any
+) -> None:
+    """Reads and writes of every kind, several at once, cut off anywhere. Memory is the caller's again at once, and
+    at the end every slot, byte in flight, thread and task is accounted for."""
+    layout = KVCacheLayout(
+        [FullAttentionSpec(16, page_size_bytes=200_000), SlidingWindowSpec(16, 33, page_size_bytes=8000)]
+    )
+    limits = Limits(max_batch_bytes=MIB, staging_bytes=3 * MIB, max_bytes_in_flight=4 * MIB)
+    dice, threads = random.Random(value_format), threading.active_count()
+    async with client_of(mooncake_store, layout, model_name=fresh, value_format=value_format, limits=limits) as client:
+        stored = client.sequence(range(161))
+        source = Engine(layout, 12).fill()
+        await client.register(source.cache)
+        await client.put(stored, source.at)
+        hit = await client.lookup(stored)
+        sinks = [Engine(layout, 12, seed=number) for number in range(4)]
+        for sink in sinks:
+            await client.register(sink.cache)
+
+        async def cut_off(number: int, turn: int) -> bool:
+            sink, kind = sinks[number], dice.randrange(4)
+            rooms = {
+                (group, chunk): bytearray(size) for group, size in enumerate(layout.page_sizes) for chunk in range(10)
+            }
+            new = client.sequence(range(1000 * turn + 200 * number, 1000 * turn + 200 * number + 161))
+            call: Awaitable[Any] = [
+                lambda: client.get(hit, into=sink.at),
+                lambda: client.get(hit, into=rooms),
+                lambda: client.put(new, source.at),
+                lambda: client.put(new, source_for(layout)),
+            ][kind]()
+
+            async def pause() -> None:
+                await asyncio.sleep(dice.random() * 0.004)
+
+            cut = await cancelled_after(call, pause)
+            sink.memory[:] = number
+            for room in rooms.values():
+                room[:] = bytes(len(room))
+            await asyncio.sleep(0.002)
+            assert (sink.memory == number).all()
+            assert not any(any(room) for room in rooms.values())
+            if kind > 1:  # what did get there is whole
+                got = await client.get(new)
+                assert got.failures == ()
+                assert intact(got, layout)
+                await client.remove(new, force=True)
+            return cut
+
+        cut = 0
+        for turn in range(1, 126):
+            cut += sum(await asyncio.gather(*(cut_off(number, turn) for number in range(4))))
+        assert cut > 100
+        await tasks_end()
+        assert client._transport.staging.idle
+        assert client._transport.budget.in_flight == 0
+        assert not client._transport.claims
+        got = await client.get(hit, into=sinks[0].at)
+        assert (got.hit_length, got.failures) == (160, ())
+        assert sinks[0].has([(0, chunk) for chunk in range(10)])
+        await client.remove(stored, force=True)
+    await asyncio.sleep(0.1)
+    assert threading.active_count() <= threads + 12  # the store's pools, which it keeps
 
 
 async def children() -> set[psutil.Process]:

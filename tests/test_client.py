@@ -85,8 +85,8 @@ class Spy(WrappedStore):
     """Notes every call, and does what a test tells it to with chosen keys."""
 
     def __init__(self, inner: MemoryStore | None = None, *, lease: float | None = None) -> None:
-        self.memory = inner or MemoryStore()
-        super().__init__(self.memory)
+        self.kept = inner or MemoryStore()
+        super().__init__(self.kept)
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.replaced: list[str] = []
         self.lease = lease
@@ -214,8 +214,8 @@ async def test_what_was_put_is_found_and_read() -> None:
         assert put.unreachable == Tally(9, 9 * 32)
         assert (put.existing, put.unavailable, put.failed, put.failures) == (Tally(), Tally(), Tally(), ())
         assert sorted(source.asked) == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 7), (1, 11)]
-        assert set(spy.memory.keys()) == {key_of(client, sequence, *where) for where in source.asked}
-        assert spy.memory.nbytes == 3 * 64 + 3 * 32 + 6 * HEADER_SIZE
+        assert set(spy.kept.keys()) == {key_of(client, sequence, *where) for where in source.asked}
+        assert spy.kept.nbytes == 3 * 64 + 3 * 32 + 6 * HEADER_SIZE
         hit = await client.lookup(sequence)
         assert (hit.hit_length, hit.shared_length) == (96, 96)
         assert hit.report.limited_by == ()
@@ -224,7 +224,7 @@ async def test_what_was_put_is_found_and_read() -> None:
         assert (got.hit_length, got.failures, got.loaded) == (96, (), Tally(4, 3 * 64 + 32))
         assert set(got.chunks) == {(0, 0), (0, 1), (0, 2), (1, 11)}
         assert intact(got, FS)
-        assert spy.memory.nbytes == 3 * 64 + 3 * 32 + 6 * HEADER_SIZE  # reading writes nothing
+        assert spy.kept.nbytes == 3 * 64 + 3 * 32 + 6 * HEADER_SIZE  # reading writes nothing
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(31, 0), (32, 0), (33, 32), (96, 64), (97, 96), (150, 96)])
@@ -389,12 +389,12 @@ async def test_a_read_that_found_less_is_believed_more_than_the_hit() -> None:
         await client.put(sequence, Pages(FS))
         hit = await client.lookup(sequence)
         gone = key_of(client, sequence, 0, 1)
-        await spy.memory.remove([gone])
+        await spy.kept.remove([gone])
         got = await client.get(hit)
         assert (got.hit_length, got.failures) == (32, (ChunkFailure(0, 1, "missing"),))
         put = await client.put(sequence, Pages(FS), hit=hit)
         assert (put.existing.chunks, put.written) == (5, Tally(1, 64))
-        assert gone in set(spy.memory.keys())
+        assert gone in set(spy.kept.keys())
         assert (await client.get(hit)).hit_length == 96
 
 
@@ -445,7 +445,7 @@ async def test_putting_in_steps_is_putting_at_once(layout: KVCacheLayout, retent
             )
             assert start <= results[-1].end_token <= reached
             start = results[-1].end_token
-    assert set(in_steps.memory.keys()) == set(at_once.keys())
+    assert set(in_steps.kept.keys()) == set(at_once.keys())
     assert Counter(in_steps.keys_of("put")) == Counter(at_once.keys())
     assert start == whole.end_token
     for name in ("written", "existing", "unreachable"):
@@ -502,7 +502,7 @@ async def test_a_sequence_may_grow_while_it_is_put() -> None:
         put = await running
         assert put.written.chunks in (8, 10)
         assert put.end_token == put.written.chunks * 1024
-        assert len(spy.memory.keys()) == put.written.chunks
+        assert len(spy.kept.keys()) == put.written.chunks
         assert (await client.put(sequence, lambda _group, _chunk: bytes(16))).end_token == 10240
 
 
@@ -562,7 +562,7 @@ async def test_of_two_puts_that_overlap_each_writes_its_own_part() -> None:
         first, second = await asyncio.gather(short, long)
         assert (first.written.chunks, second.written.chunks, second.existing.chunks) == (4, 4, 4)
         assert max(Counter(spy.keys_of("put")).values()) == 1
-        assert len(spy.memory.keys()) == 8
+        assert len(spy.kept.keys()) == 8
 
 
 async def test_where_the_racing_put_is_refused_the_other_tries() -> None:
@@ -698,7 +698,7 @@ async def test_a_flipped_bit_is_a_miss_until_the_next_put_heals_it(where: tuple[
         sequence = client.sequence(range(100))
         await client.put(sequence, Pages(FS))
         hit, key = await client.lookup(sequence), key_of(client, sequence, *where)
-        flip(spy.memory, key, offset)
+        flip(spy.kept, key, offset)
         shorter = {(0, 0): 0, (0, 2): 64, (1, 11): 64}[where]
         got = await client.get(hit)
         assert (got.hit_length, got.failures) == (shorter, (ChunkFailure(*where, "checksum"),))
@@ -726,7 +726,7 @@ async def test_two_puts_heal_a_value_once() -> None:
     async with client_of(spy) as client:
         sequence = client.sequence(range(100))
         await client.put(sequence, Pages(FS))
-        flip(spy.memory, key_of(client, sequence, 0, 1), -1)
+        flip(spy.kept, key_of(client, sequence, 0, 1), -1)
         assert (await client.get(sequence)).hit_length == 32
         first, second = await asyncio.gather(*(client.put(sequence, Pages(FS)) for _ in range(2)))
         assert sorted([first.written.chunks, second.written.chunks]) == [0, 1]
@@ -912,7 +912,7 @@ async def test_damage_found_while_a_put_asks_is_replaced_by_it() -> None:
         sequence = client.sequence(range(20))
         await client.put(sequence, Pages(F16))
         hit, key = await client.lookup(sequence), key_of(client, sequence, 0, 0)
-        spy.memory._values[key] = bytes(len(spy.memory._values[key]))
+        spy.kept._values[key] = bytes(len(spy.kept._values[key]))
         asking = asyncio.Event()
         real = spy.exists
 
@@ -997,13 +997,13 @@ async def test_damage_in_keys_shared_with_others_is_not_overwritten() -> None:
         sequence = client.sequence(range(100))
         await client.put(sequence, Pages(FS))
         key = key_of(client, sequence, 0, 1)
-        spy.memory._values[key] = b"somebody's own idea of it"
+        spy.kept._values[key] = b"somebody's own idea of it"
         got = await client.get(sequence)
         assert (got.hit_length, got.failures) == (32, (ChunkFailure(0, 1, "length"),))
         assert (await client.lookup(sequence)).hit_length == 96  # whoever wrote it may have mended it
         await client.put(sequence, Pages(FS))
         assert spy.replaced == []
-        assert spy.memory._values[key] == b"somebody's own idea of it"
+        assert spy.kept._values[key] == b"somebody's own idea of it"
 
 
 @pytest.mark.parametrize(("gone", "expected"), [((0, 3), 96), ((0, 0), 0), ((0, 1), 32), ((1, 15), 96)])
@@ -1035,7 +1035,7 @@ async def test_a_get_reads_three_times_at_most(losses: int, expected: int, local
         assert hit.hit_length == 128
         gone = [(1, 15), (1, 11), (1, 7), (1, 3)][:losses]
         for where in gone:
-            await spy.memory.remove([key_of(client, sequence, *where)])
+            await spy.kept.remove([key_of(client, sequence, *where)])
         got = await client.get(hit)
         assert got.hit_length == max(expected, local)
         assert spy.count("get") == min(losses + 1, 3)
@@ -1229,7 +1229,7 @@ async def test_the_chunks_that_exist_are_shown() -> None:
         assert indices(present) == [[0, 2], [3, 11]]
         assert len(spy.keys_of("exists")) == 6
         odd = key_of(client, sequence, 1, 5)
-        await spy.memory.put([PutItem(odd, (memoryview(b"what no boundary needs"),))])
+        await spy.kept.put([PutItem(odd, (memoryview(b"what no boundary needs"),))])
         assert indices(await client.exists(sequence)) == [[0, 2], [3, 11]]
         spy.calls.clear()
         assert indices(await client.exists(sequence, all_chunks=True)) == [[0, 2], [3, 5, 11]]
@@ -1251,7 +1251,7 @@ async def test_removing_says_what_went() -> None:
         removed = await client.remove(other, force=True)
         assert (removed.removed, removed.absent) == (4, 11)
         assert spy.count("force") == 1
-        assert spy.memory.keys() == ()
+        assert spy.kept.keys() == ()
         again = await client.put(sequence, Pages(FS))
         assert again.written.chunks == 6
 
@@ -1711,7 +1711,7 @@ async def test_a_hit_older_than_the_lease_is_asked_again() -> None:
         needed = [(0, 0), (0, 1), (0, 2), (1, 11)]
         assert sorted(spy.keys_of("exists")) == sorted(key_of(client, sequence, *where) for where in needed)
         assert [name for name, _ in spy.calls] == ["exists", "get"]
-        await spy.memory.remove([key_of(client, sequence, 0, 2)])
+        await spy.kept.remove([key_of(client, sequence, 0, 2)])
         spy.calls.clear()
         got = await client.get(hit)
         assert (got.hit_length, got.failures) == (64, ())  # it was known to be gone, and nobody tried
@@ -1727,7 +1727,7 @@ async def test_an_old_hits_draft_margin_is_asked_for_too() -> None:
         await client.put(sequence, Pages(layout))
         hit = await client.lookup(sequence)
         assert hit.hit_length == 48
-        await spy.memory.remove([key_of(client, sequence, 0, 3)])
+        await spy.kept.remove([key_of(client, sequence, 0, 3)])
         await asyncio.sleep(0.03)
         assert (await client.get(hit)).hit_length == 32
 

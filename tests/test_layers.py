@@ -1,4 +1,4 @@
-"""Who may import whom: cli > client > chunks, stores > core > errors, and the core does nothing."""
+"""Who may import whom: cli > client > data plane > chunks, stores > core > errors, and the core does nothing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,22 @@ PACKAGE = Path(mooncake_sparse_client.__file__).parent
 ALLOWED = {
     "errors": set(),
     "checks": {"errors"},
-    "waiting": set(),
+    "waiting": {"errors"},
     "views": set(),
     "config_values": {"errors"},
-    "config": {"errors", "checks", "config_values"},
+    "config_places": {"errors", "config_values"},
+    "replication": {"errors", "checks", "config_values"},
+    "config": {"errors", "checks", "config_values", "config_places", "replication"},
     "core": {"errors", "checks"},
-    "chunks": {"errors", "views"},
-    "stores": {"errors", "core", "config", "config_values", "views", "waiting"},
+    "block_memory": {"errors", "checks"},
+    "paged": {"errors", "core", "block_memory"},
+    "chunks": {"errors", "views", "paged"},
+    "stores": {"errors", "checks", "core", "config", "config_values", "replication", "views", "waiting"},
+    "identity": {"errors", "core"},
+    "data_plane": {
+        *("errors", "checks", "core", "config", "identity", "waiting", "views"),
+        *("block_memory", "paged", "chunks", "stores"),
+    },
 }
 #: Inside the core, from the bottom: a module imports only from lines above its own.
 CORE_ORDER = [

@@ -57,8 +57,8 @@ def source_for(layout: KVCacheLayout) -> Any:
 
 class CountingStore(WrappedStore):
     def __init__(self) -> None:
-        self.memory = MemoryStore()
-        super().__init__(self.memory)
+        self.kept = MemoryStore()
+        super().__init__(self.kept)
         self.questions: list[list[str]] = []
         self.written: list[str] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ..errors import ConfigError, InvalidInputError
 
@@ -15,3 +16,11 @@ def naming(option: str) -> Iterator[None]:
         yield
     except (ConfigError, InvalidInputError) as error:
         raise ConfigError(f"{option}: {error}") from error
+
+
+def write_figures(path: Path, text: str) -> None:
+    """Write what ``--json`` asked for. Raises ``ConfigError``."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ..errors import SparseStoreError
-from . import demo, serve
+from . import bench, demo, serve
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Run, str]] = {
+    "bench": (bench.add_arguments, bench.run, "measure this client beside the plain native calls"),
     "demo": (demo.add_arguments, demo.run, "replay a request trace on a Mooncake store and show what masks save"),
     "serve": (serve.add_arguments, serve.run, "run a local Mooncake (master and owner) to develop against"),
 }

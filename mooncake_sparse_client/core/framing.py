@@ -14,14 +14,17 @@ cannot make the reader allocate or loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgpack
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 ValueFormatName: TypeAlias = Literal["framed", "raw"]
+Bytes: TypeAlias = NDArray[np.uint8]
 
 #: Raw values are version 0. A new version is a new fingerprint: old and new values never meet.
 RAW_VERSION = 0
@@ -29,6 +32,9 @@ FRAMED_VERSION = 1
 HEADER_SIZE = 64
 _FIELD_SIZES = (8, 4, 8, 8, 8)
 _PADDING = bytes(HEADER_SIZE - 2 - sum(size + 2 for size in _FIELD_SIZES) - 2)
+#: Where the fields that differ between the headers of one batch lie.
+_CHECKSUM: Final = slice(30, 38)
+_NAME_CHECK: Final = slice(40, 48)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +49,10 @@ class FrameMeta:
     name_check: int
 
 
-def payload_checksum(buffers: Iterable[memoryview]) -> int:
+def payload_checksum(buffers: Sequence[memoryview]) -> int:
     """xxh3-64 of the buffers one after another."""
+    if len(buffers) == 1:
+        return xxhash.xxh3_64_intdigest(buffers[0])
     state = xxhash.xxh3_64()
     for buffer in buffers:
         state.update(buffer)
@@ -105,7 +113,24 @@ class ValueFormat:
         """The header for this payload; empty for raw values."""
         if self.name == "raw":
             return b""
-        return pack_header(self._meta(group, chunk_name, payload))
+        length = sum(buffer.nbytes for buffer in payload)
+        return pack_header(self._meta(group, chunk_name, length, payload_checksum(payload)))
+
+    def headers(self, group: int, chunk_names: Sequence[str], checksums: Sequence[int], length: int) -> Bytes:
+        """The headers of many payloads of ``length`` bytes in one group: shape ``(chunks, HEADER_SIZE)``."""
+        rows = np.empty((len(chunk_names), HEADER_SIZE), dtype=np.uint8)
+        rows[:] = np.frombuffer(pack_header(self._meta(group, "", length, 0)), dtype=np.uint8)
+        rows[:, _CHECKSUM] = _big_endian(checksums)
+        rows[:, _NAME_CHECK] = _big_endian([_name_check(name) for name in chunk_names])
+        return rows
+
+    def promised(self, heads: Bytes, group: int, chunk_names: Sequence[str], length: int) -> list[int | None]:
+        """The checksum that each header found, one a row, gives its payload; None where it is not this chunk's."""
+        wanted = self.headers(group, chunk_names, [0] * len(chunk_names), length)
+        wanted[:, _CHECKSUM] = heads[:, _CHECKSUM]
+        good = (heads == wanted).all(axis=1).tolist()
+        sums = np.ascontiguousarray(heads[:, _CHECKSUM]).view(">u8").ravel().tolist()
+        return [checksum if fits else None for checksum, fits in zip(sums, good, strict=True)]
 
     def fault(
         self,
@@ -138,16 +163,21 @@ class ValueFormat:
             return "checksum"
         return None
 
-    def _meta(self, group: int, chunk_name: str, payload: tuple[memoryview, ...]) -> FrameMeta:
+    def _meta(self, group: int, chunk_name: str, length: int, checksum: int) -> FrameMeta:
         return FrameMeta(
             version=FRAMED_VERSION,
             fingerprint=bytes.fromhex(self.fingerprint),
             group=group,
-            length=sum(buffer.nbytes for buffer in payload),
-            checksum=payload_checksum(payload),
+            length=length,
+            checksum=checksum,
             name_check=_name_check(chunk_name),
         )
 
 
 def _name_check(chunk_name: str) -> int:
     return xxhash.xxh3_64_intdigest(chunk_name.encode())
+
+
+def _big_endian(numbers: Sequence[int]) -> Bytes:
+    """One row of eight bytes a number."""
+    return np.array(numbers, dtype=np.uint64).astype(">u8").view(np.uint8).reshape(-1, 8)

@@ -9,12 +9,14 @@ Every key of this package, asked for or written, is built here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import msgpack
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from ..checks import items_of, plain_text, whole_number
 from ..errors import InvalidKeyError
@@ -135,6 +137,10 @@ class KeySchema:
         )
 
 
+#: Chunk indices of one group.
+Chunks: TypeAlias = "Sequence[int] | NDArray[np.intp]"
+
+
 @dataclass(frozen=True, slots=True)
 class KeyBuilder:
     """Keys for many chunks of one sequence at once. All of its chunks' hash blocks must be complete."""
@@ -142,20 +148,38 @@ class KeyBuilder:
     layout: KVCacheLayout
     schema: KeySchema
 
-    def names(self, block_hashes: Sequence[bytes], group: int, chunks: Iterable[int]) -> list[str]:
+    def names(self, block_hashes: Sequence[bytes], group: int, chunks: Chunks) -> list[str]:
         """The chunks' names; ``IndexError`` for one that has none yet."""
-        positions = (chunk_hash_position(self.layout, group, chunk) for chunk in chunks)
-        return [_name(block_hashes[index], distance) for index, distance in positions]
+        return self._stemmed("", block_hashes, group, chunks)
 
-    def own_keys(self, block_hashes: Sequence[bytes], group: int, chunks: Iterable[int]) -> list[str]:
+    def own_keys(self, block_hashes: Sequence[bytes], group: int, chunks: Chunks) -> list[str]:
         """One key a chunk: the own rank's."""
-        stem = self.schema.stem(group, self.schema.rank)
-        return [stem + name for name in self.names(block_hashes, group, chunks)]
+        return self._stemmed(self.schema.stem(group, self.schema.rank), block_hashes, group, chunks)
 
-    def ranked_keys(self, block_hashes: Sequence[bytes], group: int, chunks: Iterable[int]) -> list[str]:
+    def ranked_keys(self, block_hashes: Sequence[bytes], group: int, chunks: Chunks) -> list[str]:
         """``len(lookup_ranks)`` keys a chunk, a chunk's keys side by side."""
         stems = [self.schema.stem(group, rank) for rank in self.schema.lookup_ranks]
+        if len(stems) == 1:
+            return self._stemmed(stems[0], block_hashes, group, chunks)
         return [stem + name for name in self.names(block_hashes, group, chunks) for stem in stems]
+
+    def _stemmed(self, stem: str, block_hashes: Sequence[bytes], group: int, chunks: Chunks) -> list[str]:
+        size, hash_block = self.layout.groups[group].block_size, self.layout.hash_block_size
+        if size == hash_block:
+            return [stem + block_hashes[chunk].hex() for chunk in _plain(chunks)]
+        # chunk_hash_position, of all at once
+        ends = (np.asarray(chunks, dtype=np.int64) + 1) * size
+        indices = -(-ends // hash_block) - 1
+        distances = ((indices + 1) * hash_block - ends) // size
+        if not distances.any():
+            return [stem + block_hashes[index].hex() for index in indices.tolist()]
+        pairs = zip(indices.tolist(), distances.tolist(), strict=True)
+        return [stem + _name(block_hashes[index], distance) for index, distance in pairs]
+
+
+def _plain(chunks: Chunks) -> Sequence[int]:
+    """Plain ints, which are quicker to go through than NumPy's."""
+    return chunks.tolist() if isinstance(chunks, np.ndarray) else chunks
 
 
 def fingerprint(layout: KVCacheLayout, hasher: BlockHasher, *, format_version: int, dtype: str, revision: str) -> str:

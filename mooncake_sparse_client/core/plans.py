@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..checks import items_of
 from ..errors import InvalidRequestError
@@ -257,16 +258,15 @@ def longest_arrived_prefix(
     return longest(candidate_boundaries(layout, num_tokens), usable & loaded)
 
 
-def cut_batches(sizes: Sequence[int], *, max_bytes: int, max_count: int) -> list[range]:
+def cut_batches(sizes: Sequence[int] | NDArray[np.int64], *, max_bytes: int, max_count: int) -> list[range]:
     """Consecutive runs of items of at most ``max_bytes`` and ``max_count``; an item that is larger than
     ``max_bytes`` goes alone."""
+    ends = np.cumsum(sizes, dtype=np.int64)
     batches: list[range] = []
-    first = total = 0
-    for number, size in enumerate(sizes):
-        if number > first and (total + size > max_bytes or number - first >= max_count):
-            batches.append(range(first, number))
-            first, total = number, 0
-        total += size
-    if first < len(sizes):
-        batches.append(range(first, len(sizes)))
+    first = before = 0
+    while first < len(ends):
+        fits = int(np.searchsorted(ends, before + max_bytes, side="right"))
+        stop = max(min(fits, first + max_count), first + 1)
+        batches.append(range(first, stop))
+        first, before = stop, int(ends[stop - 1])
     return batches

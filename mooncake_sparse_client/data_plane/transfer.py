@@ -1,0 +1,255 @@
+"""What reading and writing share: chunks with their keys, what is known to be wrong, and the ways to the store."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import Limits
+from ..core.plans import cut_batches
+from ..errors import ClientClosedError
+from ..identity import Identity
+from ..stores.base import Store
+from ..stores.throttle import ThrottledStore
+from ..waiting import held, run_all
+from .claims import Claims
+from .lane import Lane
+from .pacing import paced
+from .staging import Budget, StagingPool
+
+T = TypeVar("T")
+Numbers: TypeAlias = NDArray[np.intp]
+BoolArray: TypeAlias = NDArray[np.bool_]
+_LEDGER_SIZE = 65536
+#: More chunks than this are named on a thread: some tenths of a microsecond each add up for the event loop.
+_NAMED_INLINE = 2048
+#: Batches of one call that are prepared or checked while others are on the wire.
+_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Jobs:
+    """Chunks to move, in columns; those of one group stand together."""
+
+    groups: Numbers
+    chunks: Numbers
+    keys: list[str]
+    #: ``(group, where its jobs stand)``.
+    runs: list[tuple[int, slice]]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def where(self) -> Iterator[tuple[int, int]]:
+        """Each job's ``(group, chunk)``."""
+        return zip(self.groups.tolist(), self.chunks.tolist(), strict=True)
+
+    def pick(self, numbers: Numbers) -> Jobs:
+        """Some of them, in their order."""
+        if len(numbers) == len(self.keys):
+            return self
+        groups, keys = self.groups[numbers], [self.keys[number] for number in numbers.tolist()]
+        return Jobs(groups, self.chunks[numbers], keys, runs_of(groups))
+
+    def cut(self, batch: slice) -> Jobs:
+        groups = self.groups[batch]
+        return Jobs(groups, self.chunks[batch], self.keys[batch], runs_of(groups))
+
+
+def runs_of(groups: Numbers) -> list[tuple[int, slice]]:
+    """Each group of a column, with the slice of its run."""
+    count = len(groups)
+    if not count:
+        return []
+    if groups[0] == groups[-1]:  # as they stand in order, there is but one
+        return [(int(groups[0]), slice(0, count))]
+    edges = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), count]
+    return [(int(groups[first]), slice(first, last)) for first, last in pairwise(edges)]
+
+
+def chosen(masks: Sequence[BoolArray]) -> tuple[Numbers, Numbers]:
+    """The columns ``(groups, chunks)`` of what one boolean array a group chooses."""
+    picked = [np.flatnonzero(mask) for mask in masks]
+    if len(picked) == 1:
+        return np.zeros(len(picked[0]), dtype=np.intp), picked[0]
+    groups = np.repeat(np.arange(len(picked)), [len(some) for some in picked])
+    return groups, np.concatenate(picked)
+
+
+class Ledger:
+    """Keys that a read found wrong, the latest ``65536`` of each kind.
+
+    A *damaged* key counts as absent until it is written again. A *lost* key was gone when it was read: an
+    older answer that it exists is not to be believed.
+    """
+
+    def __init__(self) -> None:
+        self._damaged: OrderedDict[str, None] = OrderedDict()
+        self._lost: OrderedDict[str, None] = OrderedDict()
+
+    def mark_damaged(self, key: str) -> None:
+        _remember(self._damaged, key)
+
+    def mark_lost(self, key: str) -> None:
+        _remember(self._lost, key)
+
+    def clear(self, keys: Iterable[str]) -> None:
+        """Whatever is there by now is another value."""
+        for known in (self._damaged, self._lost):
+            _forget(known, keys)
+
+    def found(self, keys: Iterable[str]) -> None:
+        """They exist after all; whether they are damaged is another matter."""
+        _forget(self._lost, keys)
+
+    def damaged(self, keys: Sequence[str]) -> BoolArray:
+        """Which of the keys are known to be damaged."""
+        return members(keys, self._damaged)
+
+    def suspect(self, keys: Sequence[str]) -> BoolArray:
+        """Which of the keys are damaged or lost."""
+        return self.damaged(keys) | members(keys, self._lost)
+
+
+def members(keys: Sequence[str], known: Collection[str]) -> BoolArray:
+    """Which of the keys are known."""
+    if not known:  # as good as always
+        return np.zeros(len(keys), dtype=np.bool_)
+    return np.fromiter((key in known for key in keys), dtype=np.bool_, count=len(keys))
+
+
+def _forget(known: OrderedDict[str, None], keys: Iterable[str]) -> None:
+    for key in keys if known else ():
+        known.pop(key, None)
+
+
+def _remember(keys: OrderedDict[str, None], key: str) -> None:
+    keys[key] = None
+    keys.move_to_end(key)
+    while len(keys) > _LEDGER_SIZE:
+        keys.popitem(last=False)
+
+
+class Transport:
+    """A client's ways to its store: batched, a bounded number at once, with threads for work on bytes."""
+
+    def __init__(self, store: Store, identity: Identity, limits: Limits) -> None:
+        self.identity = identity
+        self.limits = limits
+        self.ledger = Ledger()
+        self.memory = store.memory
+        #: Slots for headers, and for values whose own memory is not registered.
+        self.staging = StagingPool(store.memory.allocate(limits.staging_bytes))
+        #: Bytes of a group's values.
+        self.value_sizes = np.array([identity.value_bytes(group) for group in range(len(identity.page_sizes))])
+        self._plain_store = store
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="sparse-client")
+        self._closed = False
+        self.enter_loop()
+
+    def enter_loop(self) -> None:
+        """Make anew what waits, since it belongs to the event loop that it first waited in."""
+        self.claims: Claims = {}
+        limits = self.limits
+        throttled = limits.requests_per_second is not None or limits.bytes_per_second is not None
+        self.store: Store = (
+            ThrottledStore(self._plain_store, limits.requests_per_second, limits.bytes_per_second)
+            if throttled
+            else self._plain_store
+        )
+        self.lane = Lane(self.store, limits)
+        #: Bytes that are being prepared, moved or checked.
+        self.budget = Budget(limits.max_bytes_in_flight)
+
+    def jobs(self, block_hashes: Sequence[bytes], groups: Numbers, chunks: Numbers) -> Jobs:
+        """The chunks with the own rank's keys."""
+        runs = runs_of(groups)
+        keys: list[str] = []
+        for group, run in runs:
+            keys += self.identity.keys.own_keys(block_hashes, group, chunks[run])
+        return Jobs(groups, chunks, keys, runs)
+
+    async def many_jobs(self, block_hashes: Sequence[bytes], groups: Numbers, chunks: Numbers) -> Jobs:
+        """``jobs``; very many are named on a thread, in turns."""
+        if len(groups) <= _NAMED_INLINE:
+            return self.jobs(block_hashes, groups, chunks)
+
+        def named() -> Jobs:
+            keys: list[str] = []
+            for start in paced(range(0, len(groups), _NAMED_INLINE)):
+                part = slice(start, start + _NAMED_INLINE)
+                keys += self.jobs(block_hashes, groups[part], chunks[part]).keys
+            return Jobs(groups, chunks, keys, runs_of(groups))
+
+        return await self.compute(named)
+
+    async def compute(self, call: Callable[[], T]) -> T:
+        """Run work on bytes on a thread; it is over when this returns or raises."""
+        if self._closed:
+            raise ClientClosedError("the client was closed during this call")
+        return await held(self._workers.submit(call))
+
+    async def each_batch(
+        self, groups: Numbers, pieces: int, move: Callable[[slice], Coroutine[None, None, None]]
+    ) -> None:
+        """Cut a column of jobs into batches by bytes and count, and ``move`` each, few at once.
+
+        ``pieces``: the most that one value has.
+        """
+        if not len(groups):
+            return
+        limits = self.limits
+        sizes = self.value_sizes[groups]
+        most = max(1, min(limits.max_batch_chunks, limits.max_batch_pieces // pieces))
+        total = int(sizes.sum())
+        if len(sizes) <= most and total <= limits.max_batch_bytes:
+            await self.budget.take(total)
+            try:
+                await move(slice(0, len(sizes)))
+            finally:
+                self.budget.give_back(total)
+            return
+        batches = cut_batches(sizes, max_bytes=limits.max_batch_bytes, max_count=most)
+        left = iter(batches)
+
+        async def work() -> None:
+            for batch in left:
+                nbytes = int(sizes[batch.start : batch.stop].sum())
+                await self.budget.take(nbytes)
+                try:
+                    await move(slice(batch.start, batch.stop))
+                finally:
+                    self.budget.give_back(nbytes)
+
+        await run_all(work() for _ in range(min(limits.concurrency + _AHEAD, len(batches))))
+
+    async def exists(self, keys: Sequence[str]) -> BoolArray:
+        """Which keys have a value that is not known to be damaged."""
+        return await self.exists_at_all(keys) & ~self.ledger.damaged(keys)
+
+    async def exists_at_all(self, keys: Sequence[str]) -> BoolArray:
+        """Which keys have a value, damaged or not."""
+        return np.array(await self.in_key_batches(keys, self.store.exists), dtype=np.bool_)
+
+    async def in_key_batches(
+        self, keys: Sequence[str], ask: Callable[[Sequence[str]], Coroutine[None, None, list[T]]]
+    ) -> list[T]:
+        size = self.limits.max_batch_keys
+        if len(keys) <= size:
+            return await ask(keys) if keys else []
+        parts = await run_all(ask(keys[start : start + size]) for start in range(0, len(keys), size))
+        return [answer for part in parts for answer in part]
+
+    async def settle(self, timeout: float) -> None:
+        """Wait for what was left behind, at most ``timeout`` seconds, and let the threads go."""
+        self._closed = True
+        await self.lane.settle(timeout)
+        self.staging.close()
+        self._workers.shutdown(wait=False)
