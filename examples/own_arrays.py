@@ -1,7 +1,8 @@
-"""Move KV between a store and NumPy arrays of your own, without a copy on your side.
+"""Move KV between a store and NumPy arrays of your own, through a callable that hands out views of them.
 
 The arrays are a paged cache, as engines have: K and V of one block of tokens lie apart, and a table says
-which block holds which chunk. A chunk is then two buffers, and a get fills memory that exists already:
+which block holds which chunk. A chunk is then two buffers, and a get fills memory that exists already. Any memory
+will do, and nothing is registered: the client copies the bytes once on their way. paged_memory.py does without:
 
     python examples/own_arrays.py
 """

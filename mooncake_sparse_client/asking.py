@@ -19,7 +19,7 @@ from .stores.base import RemoveOutcome
 Hashes: TypeAlias = tuple[bytes, ...]
 KeysOf: TypeAlias = Callable[[Sequence[bytes], int, Sequence[int]], list[str]]
 #: More keys than this are built on a thread: a microsecond each adds up for the event loop.
-_KEYS_INLINE = 2048
+_KEYS_INLINE = 1024
 
 
 class Asker:
@@ -108,9 +108,10 @@ class Asker:
             return await self._transport.store.remove(batch, force=force)
 
         outcomes = await self._transport.in_key_batches(keys, remove)
-        for key, outcome in zip(keys, outcomes, strict=True):
-            if outcome is not RemoveOutcome.LEASED:
-                self._transport.ledger.clear([key])
+        if RemoveOutcome.LEASED in outcomes:
+            pairs = zip(keys, outcomes, strict=True)
+            keys = [key for key, outcome in pairs if outcome is not RemoveOutcome.LEASED]
+        self._transport.ledger.clear(keys)
         return RemoveResult(
             removed=outcomes.count(RemoveOutcome.REMOVED),
             absent=outcomes.count(RemoveOutcome.ABSENT),

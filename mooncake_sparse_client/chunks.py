@@ -32,7 +32,8 @@ def check_source(source: Source) -> None:
     """Raises ``InvalidBufferError`` for something that can never be asked for a chunk."""
     if not callable(source) and not isinstance(source, Mapping):
         raise InvalidBufferError(
-            f"a source or sink is a callable (group, chunk) -> buffer, or a mapping, not {reprlib.repr(source)}"
+            "a source or sink is a PagedKVCache, a callable (group, chunk) -> buffer, or a mapping, "
+            f"not {reprlib.repr(source)}"
         )
 
 
@@ -78,8 +79,9 @@ class SinkPlaces:
 
     def take(self, where: ChunkId, views: tuple[memoryview, ...]) -> None:
         """Note where a chunk goes, instead of where it went before. Raises ``InvalidBufferError``."""
-        if where in self._views:
-            self.keep(lambda other: other != where)
+        for view in self._views.get(where, ()):
+            start = address_of(view)
+            del self._taken[bisect.bisect_left(self._taken, (start, start + view.nbytes, where))]
         self._views[where] = views
         for view in views:
             start = address_of(view)

@@ -45,8 +45,8 @@ class SparseStoreClient(ClientLifecycle):
     Made over any ``Store`` (which stays the caller's to close), or by ``connect`` or ``local``, which open one
     in ``async with`` and close it. ``dtype`` and ``revision`` keep the caches of other weights apart.
     ``profile``: ``native``, or ``vllm`` to share keys with a fleet running vLLM. ``timeout`` in seconds bounds
-    every call; a call that works on the caller's memory ends when the native call does. ``when_down``: whether
-    a store that cannot be reached raises, or counts as one that has nothing.
+    every call; one that moves bytes to or from paged memory without a copy ends when the native call does.
+    ``when_down``: whether a store that cannot be reached raises, or counts as one that has nothing.
 
     Raises the errors of ``mooncake_sparse_client.errors``; a miss is never one.
     """
@@ -228,10 +228,10 @@ class SparseStoreClient(ClientLifecycle):
 
         All of a cache's block tables share it, and registering it again is nothing. It must stay where it is
         until ``unregister``, or until the client is closed. Answers whether values move to and from it without
-        a copy: in shared mode only memory of ``allocate`` does, and any other is staged.
+        a copy. Else they are staged: in shared mode where the memory is not of ``allocate``, and in remote mode
+        where the pieces of a value (the header of a framed one counts) are so small that one copy is quicker.
 
-        Raises ``InvalidBufferError`` for memory that does not fit the layout, ``StoreRejectedError`` for memory
-        that the store does not take.
+        Raises ``InvalidBufferError`` for memory that does not fit the layout, or that nothing can reach.
         """
         self._check_open()
         async with self._bounded("registering memory"):

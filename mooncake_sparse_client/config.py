@@ -140,7 +140,7 @@ class Limits:
     max_batch_chunks: int = 512
     max_batch_keys: int = 8192
     max_batch_pieces: int = 2048
-    concurrency: int = 4
+    concurrency: int = 2
     requests_per_second: int | None = None
     max_bytes_in_flight: int = 64 << 20
     staging_bytes: int = 64 << 20

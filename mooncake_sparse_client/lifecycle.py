@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Self, Unpack
 
 from .asking import Asker
-from .config import FROM_ENV, FromEnv, Limits, MooncakeConfig, load_config, load_retention
+from .config import DEFAULT_POOL, FROM_ENV, FromEnv, Limits, MooncakeConfig, load_config, load_retention
 from .config_values import Mode
 from .core.framing import ValueFormatName
 from .core.hashing import BlockHasher
@@ -124,9 +124,10 @@ class ClientLifecycle:
     ) -> Self:
         """A client of a running Mooncake, connected when entered.
 
-        ``mode``: ``remote`` (the default) uses other processes' memory; ``embedded`` lends a segment of this
-        one's. Store settings given here override environment, file (``config``, else the one that
-        ``MOONCAKE_CONFIG_PATH`` names) and defaults. Entering raises ``ConfigError`` and ``ConnectError``.
+        ``mode``: ``remote`` (the default) uses other processes' memory over the network; ``shared`` that of an
+        owner process on this host, at ``owner_address``; ``embedded`` lends a segment of this one's. Store
+        settings given here override environment, file (``config``, else the one that ``MOONCAKE_CONFIG_PATH``
+        names) and defaults. Entering raises ``ConfigError`` and ``ConnectError``.
         """
         ours, theirs = split_settings(settings)
         timeout = ours.get("timeout", DEFAULT_TIMEOUT)
@@ -145,15 +146,17 @@ class ClientLifecycle:
         *,
         model_name: str,
         segment_size: int | str = "1GB",
+        pool_size: int | str = DEFAULT_POOL,
         **settings: Unpack[ClientSettings],
     ) -> Self:
         """A client with a Mooncake of its own, started when entered and gone when left, with all its data.
 
-        ``segment_size``: the memory of this process that holds the data, in bytes or as text like "1GB".
+        ``segment_size``: the memory of this process that holds the data, ``pool_size``: that which values move
+        through (staging, and ``allocate``); in bytes or as text like "1GB".
         """
-        local_config(segment_size)  # a wrong size is told now, not when the client is entered
+        local_config(segment_size, pool_size)  # a wrong size is told now, not when the client is entered
         timeout = settings.get("timeout", DEFAULT_TIMEOUT)
-        opener = StoreOpener(lambda stack: open_local(stack, segment_size, timeout))
+        opener = StoreOpener(lambda stack: open_local(stack, segment_size, pool_size, timeout))
         return cls(opener, layout, model_name=model_name, **settings)
 
     def _attach(self, store: Store) -> None:
@@ -170,7 +173,13 @@ class ClientLifecycle:
                 f"the layout's largest chunk takes {largest} bytes, but Limits.staging_bytes is "
                 f"{self._limits.staging_bytes}; give it room for a few chunks"
             )
-        self._transport = Transport(store, self._identity, self._limits)
+        try:
+            staging = store.memory.allocate(self._limits.staging_bytes)
+        except InvalidRequestError as error:
+            raise ConfigError(
+                f"the store's memory has no room for Limits.staging_bytes={self._limits.staging_bytes}: {error}"
+            ) from error
+        self._transport = Transport(store, self._identity, self._limits, staging)
         self._asker, self._reader = Asker(self._transport), Reader(self._transport)
         self._registry = Registry(self._transport.memory, self._identity)
         self._state = _State.OPEN
@@ -216,8 +225,10 @@ class ClientLifecycle:
     async def _close(self) -> None:
         try:
             await self._transport.settle(self._timeout)
-            async with asyncio.timeout(self._timeout):
-                await self._registry.release()
+            # Under a call that has not ended by now, memory stays registered; a store lets go of it by itself.
+            if self._transport.lane.idle:
+                async with Bound(self._timeout, "letting go of registered memory", lambda: ""):
+                    await self._registry.release()
         finally:
             await self._stack.aclose()
 

@@ -81,19 +81,20 @@ async def open_connected(stack: AsyncExitStack, config: MooncakeConfig, timeout:
     return await stack.enter_async_context(await MooncakeStore.connect(config, timeout=timeout))
 
 
-async def open_local(stack: AsyncExitStack, segment_size: int | str, timeout: float) -> Store:
+async def open_local(stack: AsyncExitStack, segment_size: int | str, pool_size: int | str, timeout: float) -> Store:
     """A master of our own and a segment in this process; both go when ``stack`` unwinds."""
     master = await stack.enter_async_context(await LocalMooncake.start(startup_timeout=timeout))
-    return await open_connected(stack, local_config(segment_size, master.master_address), timeout)
+    return await open_connected(stack, local_config(segment_size, pool_size, master.master_address), timeout)
 
 
-def local_config(segment_size: int | str, address: str = "127.0.0.1:1") -> MooncakeConfig:
-    """Settings for a loopback master with an embedded segment; checks ``segment_size``."""
+def local_config(segment_size: int | str, pool_size: int | str, address: str = "127.0.0.1:1") -> MooncakeConfig:
+    """Settings for a loopback master with an embedded segment; checks the sizes."""
     segment_size = checked_segment("embedded", segment_size, "segment_size")
     return load_config(
         "embedded",
         master_server_address=address,
         global_segment_size=segment_size,
+        pool_size=pool_size,
         local_hostname="127.0.0.1",
         environ={},
     )

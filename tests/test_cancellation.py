@@ -373,6 +373,38 @@ async def test_buffers_that_are_staged_are_no_longer_touched_when_a_call_raises(
         assert client._transport.budget.in_flight == 0
 
 
+async def test_keys_of_a_put_that_was_left_are_not_written_twice() -> None:
+    """A native write that nobody waits for any more goes on. Another put of its keys waits for its end, and then
+    finds them there: a second writer beside it would be told that all is well and store nothing."""
+    store = ThreadStore()
+    sent: list[str] = []
+    inner = store.put
+
+    async def noted(items: Sequence[PutItem]) -> list[Failure | None]:
+        sent.extend(item.key for item in items)
+        return await inner(items)
+
+    store.put = noted  # type: ignore[method-assign]
+    async with client_of(store) as client:
+        sequence = client.sequence(range(100))
+        store.gate.clear()
+        first = asyncio.create_task(client.put(sequence, source_for(FS)))
+        await settled(lambda: store.begun > 0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(first, 10)
+        second = asyncio.create_task(client.put(sequence, source_for(FS)))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not second.done()
+        store.gate.set()
+        put = await second
+        assert put.existing.chunks > 0
+        assert (put.existing + put.written).chunks == 6
+        assert len(set(sent)) == len(sent) == 6
+        assert client._transport.left_writing == {}
+
+
 async def test_a_read_into_memory_of_ours_ends_at_once() -> None:
     """Nobody else has that memory, so nobody needs to wait for the thread."""
     store = ThreadStore()

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import LoopThread
 from engine import Engine, page
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_contract import WrappedStore
 
 from mooncake_sparse_client import (
+    BlockMemory,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     GetItem,
+    HeapMemory,
     KVCacheLayout,
     Limits,
     LocalMooncake,
@@ -34,7 +37,7 @@ from mooncake_sparse_client import (
     load_config,
 )
 from mooncake_sparse_client.core.results import ChunkFailure
-from mooncake_sparse_client.errors import ConfigError, InvalidBufferError, InvalidRequestError
+from mooncake_sparse_client.errors import ClientClosedError, ConfigError, InvalidBufferError, InvalidRequestError
 from mooncake_sparse_client.stores.base import Failure, PlacedGets, PlacedPuts
 
 MIB = 1 << 20
@@ -71,23 +74,25 @@ class BatchStore(WrappedStore):
 
     async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
         self.puts.append(items)
-        return await self._timed(super().put(items))
+        async with self._counted():
+            return await super().put(items)
 
     async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
         self.gets.append(items)
-        answers = await self._timed(super().get(items))
+        async with self._counted():
+            answers = await super().get(items)
         return [
             self.bad_gets[item.key].pop(0) if self.bad_gets.get(item.key) else answer
             for item, answer in zip(items, answers, strict=True)
         ]
 
-    async def _timed(self, call: Any) -> list[Failure | None]:
+    @contextlib.asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
             await asyncio.sleep(0.001)
-            answer: list[Failure | None] = await call
-            return answer
+            yield
         finally:
             self.under_way -= 1
 
@@ -248,7 +253,7 @@ async def test_blocks_that_an_engine_freed_are_unavailable() -> None:
             await client.get(sequence, into=engine.cache.at(tables))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_paged_memory_is_a_source_and_sink_like_any_other(data: st.DataObject) -> None:
     """Whatever the layout, the format and the holes: a client that is given paged memory ends where one ends
@@ -350,6 +355,39 @@ async def test_a_late_chunk_is_read_again_into_the_same_block() -> None:
         assert room.has([(0, 0), (0, 1), (0, 2), (1, 11)])
 
 
+@pytest.mark.parametrize("kind", ["paged", "mapping"])
+async def test_a_sink_made_for_the_hit_alone_gets_the_longest_prefix_that_it_has_room_for(kind: str) -> None:
+    """A chunk goes between lookup and get. The prefix below wants another window, which the sink has no room for."""
+    store = MemoryStore()
+    async with client_of(store, FS) as client:
+        sequence = client.sequence(range(200))
+        await client.put(sequence, lambda group, chunk: page(group, chunk, FS.page_sizes[group]))
+        hit = await client.lookup(sequence)
+        assert hit.hit_length == 192
+        wanted = set(loads_of(hit))
+        (key,) = client._transport.jobs(sequence.block_hashes, np.array([0]), np.array([5])).keys
+        await store.remove([key])
+        engine = Engine(FS, 30)
+        rooms = {where: bytearray(FS.page_sizes[where[0]]) for where in wanted | {(1, 15)}}
+        # Room for the hit at 192, and for the window at 128; none for the one at 160.
+        tables = [np.where([(g, c) in rooms for c in range(30)], table, -1) for g, table in enumerate(engine.tables)]
+        if kind == "paged":
+            await client.register(engine.cache)
+            got = await client.get(hit, into=engine.cache.at(tables))
+        else:
+            got = await client.get(hit, into=rooms)
+        assert got.hit_length == 128
+        assert [failure[:2] for failure in got.failures] == [(0, 5)]
+        for where in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 15)]:
+            content = engine.bytes_of(*where) if kind == "paged" else bytes(rooms[where])
+            assert content == page(*where, FS.page_sizes[where[0]])
+
+
+async def test_a_pool_without_room_for_the_staging_memory_is_told(shared_store: MooncakeStore, fresh: str) -> None:
+    with pytest.raises(ConfigError, match=r"staging_bytes=1073741824.*pool"):
+        client_of(shared_store, FULL, fresh, limits=Limits(staging_bytes=1 << 30))
+
+
 async def test_damage_in_paged_memory_is_a_miss_and_heals() -> None:
     store = BatchStore()
     async with client_of(store, FS) as client:
@@ -425,3 +463,103 @@ async def test_more_than_fits_into_the_staging_memory_waits_for_its_turn() -> No
         assert client._transport.staging.idle
         assert client._transport.budget.in_flight == 0
         assert store.most_under_way >= 2
+
+
+async def test_a_devices_memory_is_refused_where_nothing_reaches_it(any_store: Store, fresh: str) -> None:
+    """Whoever copies from it without the library for it ends the process."""
+    async with client_of(any_store, FULL, fresh, value_format="raw") as client:
+        cache = PagedKVCache([[BlockMemory(1 << 40, 4096, 4096, 8, on_device=True)]])
+        with pytest.raises(InvalidBufferError, match="accelerator"):
+            await client.register(cache)
+    with pytest.raises(InvalidBufferError, match="checksum"):
+        async with client_of(any_store, FULL, fresh) as client:
+            await client.register(cache)
+
+
+async def test_damage_heals_where_the_pool_is_used_up(shared_store: MooncakeStore, fresh: str) -> None:
+    async with client_of(shared_store, FS, fresh, limits=SMALL) as client:
+        engine = Engine(FS, 20, memory=client.allocate(Engine.nbytes(FS, 20)).array).fill()
+        await client.register(engine.cache)
+        sequence = client.sequence(range(100))
+        await client.put(sequence, engine.at)
+        (key,) = client._transport.jobs(sequence.block_hashes, np.array([0]), np.array([1])).keys
+        value = bytearray(640 + 64)
+        assert await shared_store.get([GetItem(key, (memoryview(value),))]) == [None]
+        value[200] ^= 0x10
+        assert await shared_store.put([PutItem(key, (memoryview(value),), replace=True)]) == [None]
+        assert [failure.reason for failure in (await client.get(sequence)).failures] == ["checksum"]
+        rest = []
+        for size in (16 * MIB, MIB, 4096):
+            with contextlib.suppress(InvalidRequestError):
+                while True:
+                    rest.append(client.allocate(size))
+        put = await client.put(sequence, engine.at)
+        assert (put.written.chunks, put.failures) == (1, ())
+        assert (await client.get(sequence)).hit_length == 96
+
+
+async def test_after_closing_nothing_more_is_sent_and_memory_is_let_go_of() -> None:
+    store = RegisteringStore()
+    client = client_of(store, FULL, value_format="raw", limits=SMALL)
+    async with client:
+        engine, sequence = Engine(FULL, 200).fill(), client.sequence(range(3201))
+        await client.register(engine.cache)
+        assert store.registered
+        putting = asyncio.create_task(client.put(sequence, engine.at))
+        while not store.puts:
+            await asyncio.sleep(0)
+    sent = len(store.puts)
+    with pytest.raises(ClientClosedError):
+        await putting
+    assert len(store.puts) == sent < 25
+    assert store.registered == []
+
+
+async def test_memory_is_let_go_of_whatever_happens_meanwhile() -> None:
+    """A register that is cut off, one that runs while the client closes, an unregister that is cut off."""
+    store = RegisteringStore()
+    async with client_of(store, FULL, value_format="raw") as client:
+        pieces = PagedKVCache([[np.zeros((8, 2048), np.uint8), np.zeros((8, 2048), np.uint8)]])
+        for turns in range(12):
+            task = asyncio.create_task(client.register(pieces))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            cut = (await asyncio.gather(task, return_exceptions=True))[0]
+            assert len(store.registered) == (0 if isinstance(cut, asyncio.CancelledError) else len(pieces.spans()))
+            task = asyncio.create_task(client.unregister(pieces))
+            for _ in range(turns % 5):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await client.unregister(pieces)
+            assert store.registered == []
+        late = asyncio.create_task(client.register(pieces))
+        await asyncio.sleep(0)
+    await asyncio.gather(late, return_exceptions=True)
+    assert store.registered == []
+
+
+class RegisteringStore(BatchStore):
+    """Knows what is registered; registering takes a few turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registered: list[tuple[int, int]] = []
+        self.gather_bytes, self.reaches_devices = 0, False
+        self.allocate, self.covers = HeapMemory().allocate, HeapMemory().covers
+
+    @property
+    def memory(self) -> Any:
+        return self
+
+    async def register(self, address: int, nbytes: int) -> bool:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.registered.append((address, nbytes))
+        return True
+
+    async def unregister(self, address: int, nbytes: int) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.registered.remove((address, nbytes))

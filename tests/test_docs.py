@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import mooncake_sparse_client
-from mooncake_sparse_client import Limits, MooncakeConfig, errors
+from mooncake_sparse_client import Limits, MooncakeConfig, Replication, errors
 from mooncake_sparse_client.config import RETENTION_VARIABLES
 from mooncake_sparse_client.config_places import _VARIABLES
 
@@ -93,6 +93,7 @@ def test_pages_have_python_to_run() -> None:
         "configuration.md",
         "errors.md",
         "keys.md",
+        "memory.md",
         "performance.md",
         "reference.md",
     }
@@ -108,6 +109,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def text_of(name: str) -> str:
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def test_every_page_is_to_be_found() -> None:
+    start, readme = text_of("README.md"), PAGES[0].read_text(encoding="utf-8")
+    for page in (page.name for page in PAGES[1:] if page.name != "README.md"):
+        assert f"]({page}): " in start
+        assert f"](docs/{page})" in readme
+
+
+def test_every_public_class_and_function_is_explained() -> None:
+    text = "".join(text_of(name) for name in ("reference.md", "configuration.md", "keys.md", "errors.md"))
+    public = {name: getattr(mooncake_sparse_client, name) for name in mooncake_sparse_client.__all__}
+    things = {name for name, value in public.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    assert "PagedKVCache" in things
+    assert things - set(re.findall(r"\w+", text)) == set()
 
 
 def test_every_error_is_explained() -> None:
@@ -127,10 +143,11 @@ def test_every_setting_is_explained() -> None:
         assert re.search(rf"^\| `{name}`.*`{variable}`", text, re.MULTILINE), name
     for name in MooncakeConfig.__dataclass_fields__:
         assert f"`{name}`" in text
-    for name, field in Limits.__dataclass_fields__.items():
+    for name, field in (Limits.__dataclass_fields__ | Replication.__dataclass_fields__).items():
         row = re.search(rf"^\| `{name}` \| ([^|]*) \|", text, re.MULTILINE)
         assert row, name
-        assert row[1].split(" (")[0].replace(",", "") == str(field.default)
+        shown = row[1].split(" (")[0].replace(",", "").strip("`")
+        assert shown == (str(field.default) or '""')
     for variable in (*RETENTION_VARIABLES, "MOONCAKE_CONFIG_PATH"):
         assert f"`{variable}`" in text
 

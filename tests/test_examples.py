@@ -32,6 +32,20 @@ EXAMPLES = {
         r"got 320 tokens, 327680 bytes",
         r"every value is right, and no other block was touched",
     ],
+    "paged_memory.py": [
+        r"registered \d+ ranges of memory; bytes move without a copy: True",
+        r"put 14 chunks, 458752 bytes, from blocks \[\[(\d+, ){11}\d+\], \[(-1, ){10}\d+, \d+\]\]",
+        r"got 192 tokens, 458752 bytes, into blocks \[\[(\d+, ){11}\d+\], \[(\d+, ){11}\d+\]\]",
+        r"every value is right, and no other block was touched",
+    ],
+    "shared_memory.py": [
+        r"an owner process serves at 127\.0\.0\.1:\d+, with 64 MiB of memory",
+        r"the first application wrote 15 chunks, 3932160 bytes",
+        r"its process has ended",
+        r"the second application found 960 of 1000 tokens, 0 chunks wrong",
+        r"its process has ended",
+        r"the data is gone with it",
+    ],
     "local_master.py": [
         r"a master serves at 127\.0\.0\.1:\d+",
         r"the first process wrote 15 chunks and has closed its client",

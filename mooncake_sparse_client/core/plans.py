@@ -25,7 +25,7 @@ from .masks import (
     store_mask,
     token_count,
 )
-from .prefix import PrefixReport, candidate_boundaries, explain_prefix, longest, usable_boundaries
+from .prefix import PrefixReport, candidate_boundaries, longest, usable_boundaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +236,19 @@ def plan_get(
     arrived: Sequence[BoolArray],
     *,
     local_tokens: int,
+    room: Sequence[BoolArray] | None = None,
 ) -> GetPlan:
-    """Aim at the longest prefix that ``present`` allows; what has arrived is not read again."""
-    report = explain_prefix(layout, num_tokens, present, local_tokens=local_tokens)
-    masks = load_mask(layout, report.hit_length, local_tokens=local_tokens)
+    """Aim at the longest prefix that ``present`` allows; what has arrived is not read again.
+
+    ``room``: the chunks that there is a place for; None for all.
+    """
+    usable = usable_boundaries(layout, num_tokens, present, local_tokens=local_tokens)
+    if room is not None:
+        usable &= usable_boundaries(layout, num_tokens, room, local_tokens=local_tokens, margin=False)
+    length = longest(candidate_boundaries(layout, num_tokens), usable)
+    masks = load_mask(layout, length, local_tokens=local_tokens)
     missing = tuple(mask & ~have[: len(mask)] for mask, have in zip(masks, arrived, strict=True))
-    return GetPlan(report.hit_length, masks, missing)
+    return GetPlan(length, masks, missing)
 
 
 def longest_arrived_prefix(

@@ -5,7 +5,7 @@ Buffers are asked for on the event loop, a batch at a time; they are copied on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -41,6 +41,9 @@ class End(Protocol):
     def aim(self, masks: Sequence[BoolArray]) -> None:
         """The chunks that a read wants now. Raises ``InvalidBufferError`` if the sink cannot take them."""
 
+    def room(self) -> tuple[BoolArray, ...] | None:
+        """The chunks that the sink has room for, one boolean array a group; None if it does not say."""
+
     def open_source(self, jobs: Jobs) -> OpenSource: ...
     def open_sink(self, jobs: Jobs) -> Pieces: ...
 
@@ -59,6 +62,16 @@ class BufferEnd:
 
     def aim(self, masks: Sequence[BoolArray]) -> None:
         self._places.keep(lambda where: where[1] < len(masks[where[0]]) and bool(masks[where[0]][where[1]]))
+
+    def room(self) -> tuple[BoolArray, ...] | None:
+        if not isinstance(self._end, Mapping):
+            return None
+        room = []
+        for group in range(len(self._page_sizes)):
+            chunks = [where[1] for where in self._end if where[0] == group]
+            room.append(np.zeros(max(chunks, default=-1) + 1, dtype=np.bool_))
+            room[-1][chunks] = True
+        return tuple(room)
 
     def open_source(self, jobs: Jobs) -> OpenSource:
         assert self._end is not None  # noqa: S101 - a put has a source
@@ -99,6 +112,9 @@ class PagedEnd:
     def aim(self, masks: Sequence[BoolArray]) -> None:
         self._cache.check_sink([np.flatnonzero(mask) for mask in masks])
 
+    def room(self) -> tuple[BoolArray, ...] | None:
+        return with_blocks(self._cache)
+
     def open_source(self, jobs: Jobs) -> OpenSource:
         there = np.concatenate([self._cache.has(group, jobs.chunks[run]) for group, run in jobs.runs])
         return OpenSource(there, self._pieces(jobs.pick(np.flatnonzero(there))))
@@ -109,3 +125,8 @@ class PagedEnd:
     def _pieces(self, jobs: Jobs) -> Pieces:
         where = list(jobs.where())
         return lambda number: self._cache.views(*where[number])
+
+
+def with_blocks(cache: PagedKVCache) -> tuple[BoolArray, ...]:
+    """The chunks that the request's block tables have a block for."""
+    return tuple(table >= 0 for table in cache.block_tables or ())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 from collections import deque
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class _Request:
     task: asyncio.Task[Answers]
 
     def arrive(self) -> None:
-        """Give everyone their answer."""
+        """Give everyone who still waits their answer."""
         error = None if self.task.cancelled() else self.task.exception()
         first = 0
         for ride in self.rides:
@@ -53,7 +54,8 @@ class _Request:
             elif self.task.cancelled():
                 ride.answer.cancel()
             elif error is not None:
-                ride.answer.set_exception(error)
+                # To each a copy, where there are several: whoever raises it adds to its traceback.
+                ride.answer.set_exception(error if len(self.rides) == 1 else copy.copy(error))
             else:
                 ride.answer.set_result(self.task.result()[first:last])
             first = last
@@ -68,9 +70,17 @@ class Lane:
         self._free = limits.concurrency
         self._waiting: deque[Ride] = deque()
         self._requests: set[_Request] = set()
+        self._closed = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._requests
 
     def enter(self, batch: Batch) -> Ride:
-        """Send the batch, or let it wait for its turn."""
+        """Send the batch, or let it wait for its turn. Raises ``ClientClosedError`` once the lane is closed."""
+        if self._closed:
+            raise ClientClosedError("the client was closed during this call")
         ride = Ride(batch, asyncio.get_running_loop().create_future())
         self._waiting.append(ride)
         self._start()
@@ -98,7 +108,8 @@ class Lane:
             ride.request.task.cancel()  # ends at once where the store has not begun, behind a throttle
 
     async def settle(self, timeout: float) -> None:
-        """Refuse what waits, and wait at most ``timeout`` seconds for what is under way."""
+        """Refuse what waits and whatever comes, and wait at most ``timeout`` seconds for what is under way."""
+        self._closed = True
         for ride in self._waiting:
             if not ride.answer.done():
                 ride.answer.set_exception(ClientClosedError("the client was closed during this call"))

@@ -18,17 +18,21 @@ from ..core.masks import BoolArray
 from ..paged import PagedKVCache
 from ..stores.base import Failure, PlacedGets, PlacedPuts
 from .checking import Views, checked, checksums, framed
-from .ends import End
+from .ends import End, PagedEnd, with_blocks
 from .lane import Answers
 from .staged import StagedBatch
 from .staging import Slot
-from .transfer import Jobs, Transport
+from .transfer import Jobs, Numbers, Transport, members
 
 #: The answer for a chunk that the source has no bytes for.
 ABSENT = Failure("absent", False, "the source has no bytes for it")
 
 
-class PutMover(Protocol):
+class PutOnly(Protocol):
+    async def put(self, jobs: Jobs, replace: frozenset[str]) -> Answers: ...
+
+
+class PutMover(PutOnly, Protocol):
     """Writes batches from one source."""
 
     @property
@@ -37,8 +41,6 @@ class PutMover(Protocol):
 
     def check(self, masks: Sequence[BoolArray]) -> None:
         """Raises ``InvalidBufferError`` if the source can never be asked for these chunks."""
-
-    async def put(self, jobs: Jobs, replace: frozenset[str]) -> Answers: ...
 
 
 class GetMover(Protocol):
@@ -53,6 +55,9 @@ class GetMover(Protocol):
 
     def aim(self, masks: Sequence[BoolArray]) -> None:
         """The chunks that are wanted now. Raises ``InvalidBufferError`` if the sink cannot take them."""
+
+    def room(self) -> tuple[BoolArray, ...] | None:
+        """The chunks that the sink has room for, one boolean array a group; None if it does not say."""
 
     async def get(self, jobs: Jobs) -> Answers: ...
 
@@ -74,20 +79,43 @@ class DirectMover:
     def aim(self, masks: Sequence[BoolArray]) -> None:
         self._cache.check_sink([np.flatnonzero(mask) for mask in masks])
 
+    def room(self) -> tuple[BoolArray, ...] | None:
+        return with_blocks(self._cache)
+
     async def put(self, jobs: Jobs, replace: frozenset[str]) -> Answers:
-        there = [self._cache.has(group, jobs.chunks[run]) for group, run in jobs.runs]
-        if all(map(np.all, there)):
+        there = np.concatenate([self._cache.has(group, jobs.chunks[run]) for group, run in jobs.runs])
+        replaced = there & members(jobs.keys, replace)
+        if replaced.any():
+            answers: Answers = [ABSENT] * len(jobs)
+            await self._fill_in(answers, jobs, there & ~replaced, self)
+            # The store replaces values in one piece: by way of a slot, which they have then.
+            refuse = self._cache.on_device and self.pieces > 1
+            stager = _Refusing() if refuse else StagedMover(self._transport, PagedEnd(self._cache))
+            await self._fill_in(answers, jobs, replaced, stager, replace)
+            return answers
+        if there.all():
             return await self._put(jobs, replace)
-        answers: Answers = [ABSENT] * len(jobs)
-        numbers = np.flatnonzero(np.concatenate(there))
-        if len(numbers):
-            for number, answer in zip(numbers.tolist(), await self._put(jobs.pick(numbers), replace), strict=True):
-                answers[number] = answer
+        answers = [ABSENT] * len(jobs)
+        await self._fill_in(answers, jobs, there, self)
         return answers
 
+    async def _fill_in(
+        self,
+        answers: Answers,
+        jobs: Jobs,
+        which: BoolArray,
+        mover: PutOnly,
+        replace: frozenset[str] = frozenset(),
+    ) -> None:
+        """Put some of the jobs by a mover, and set their answers."""
+        numbers = np.flatnonzero(which)
+        if len(numbers):
+            _place(answers, numbers, await mover.put(jobs.pick(numbers), replace))
+
     async def _put(self, jobs: Jobs, replace: frozenset[str]) -> Answers:
+        lane = self._transport.lane
         if not self._format.header_size:
-            return await self._transport.lane.carry(PlacedPuts(*self._columns(jobs, None), replace))
+            return await lane.carry(PlacedPuts(*self._columns(jobs, None), replace))
         async with self._transport.staging.slot(self._format.header_size * len(jobs)) as headers:
             heads = headers.array.reshape(len(jobs), -1)
 
@@ -95,8 +123,8 @@ class DirectMover:
                 sums = checksums(self._cache.views(*where) for where in jobs.where())
                 framed(self._transport.identity, jobs, sums, heads.__getitem__)
 
-            await self._transport.compute(frame)
-            return await self._transport.lane.carry(PlacedPuts(*self._columns(jobs, headers), replace))
+            await self._transport.copy(frame)
+            return await lane.carry(PlacedPuts(*self._columns(jobs, headers), replace))
 
     async def get(self, jobs: Jobs) -> Answers:
         if not self._format.header_size:
@@ -112,7 +140,7 @@ class DirectMover:
             def check() -> Answers:
                 return checked(self._transport.identity, jobs, heads.__getitem__, payload, answers)
 
-            return await self._transport.compute(check)
+            return await self._transport.copy(check)
 
     def _columns(
         self, jobs: Jobs, headers: Slot | None
@@ -155,6 +183,9 @@ class StagedMover:
     def aim(self, masks: Sequence[BoolArray]) -> None:
         self._end.aim(masks)
 
+    def room(self) -> tuple[BoolArray, ...] | None:
+        return self._end.room()
+
     async def put(self, jobs: Jobs, replace: frozenset[str]) -> Answers:
         source = self._end.open_source(jobs)
         numbers = np.flatnonzero(source.there)
@@ -163,14 +194,25 @@ class StagedMover:
             return answers
         some = jobs.pick(numbers)
         async with StagedBatch(self._transport, some) as staged:
-            await self._transport.compute(lambda: staged.fill(source.pieces))
+            await self._transport.copy(lambda: staged.fill(source.pieces))
             stored = await staged.carry(PlacedPuts(*staged.columns(), None, replace))
-        for number, answer in zip(numbers.tolist(), stored, strict=True):
-            answers[number] = answer
+        _place(answers, numbers, stored)
         return answers
 
     async def get(self, jobs: Jobs) -> Answers:
         pieces = self._end.open_sink(jobs)
         async with StagedBatch(self._transport, jobs) as staged:
             answers = await staged.carry(PlacedGets(*staged.columns()))
-            return await self._transport.compute(lambda: staged.deliver(pieces, answers))
+            return await self._transport.copy(lambda: staged.deliver(pieces, answers))
+
+
+def _place(answers: Answers, numbers: Numbers, some: Answers) -> None:
+    for number, answer in zip(numbers.tolist(), some, strict=True):
+        answers[number] = answer
+
+
+class _Refusing:
+    """For what cannot be replaced: pieces of an accelerator's memory, which the CPU cannot join."""
+
+    async def put(self, jobs: Jobs, replace: frozenset[str]) -> Answers:
+        return [Failure("rejected", False, "a value in pieces on a device cannot be replaced")] * len(jobs)

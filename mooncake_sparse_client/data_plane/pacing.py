@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 #: Seconds of work after which a thread lets others have the interpreter.
-_TURN = 0.001
+_TURN = 0.0003
 #: Seconds that they get then: with none, this thread would have the lock back before they woke up.
 _PAUSE = 0.00001
 

@@ -13,7 +13,7 @@ from ..core.plans import PrefixHit, Tally, longest_arrived_prefix, plan_get
 from ..core.results import ChunkFailure, GetResult
 from ..stores.base import Failure
 from .movers import GetMover
-from .transfer import Numbers, Transport, chosen, runs_of
+from .transfer import Numbers, Transport, chosen, listed, runs_of
 
 _ROUNDS = 3
 
@@ -46,8 +46,12 @@ class Reader:
         length, masks, missing = hit.hit_length, hit.load_masks, hit.load_masks
         for number in range(_ROUNDS):
             if number or present is not hit.present:
-                arrived = progress.arrived or blank(present)
-                plan = plan_get(layout, hit.num_tokens, progress.present, arrived, local_tokens=hit.local_tokens)
+                arrived = progress.arrived or _blank(progress.present)
+                # A sink that was made for the hit may lack the windows of a shorter prefix: no fault of the caller's.
+                room = mover.room() if number else None
+                plan = plan_get(
+                    layout, hit.num_tokens, progress.present, arrived, local_tokens=hit.local_tokens, room=room
+                )
                 length, masks, missing = plan.hit_length, plan.load_masks, plan.missing
             mover.aim(masks)
             if not await self._read(hit, missing, mover, progress):
@@ -99,7 +103,7 @@ class Reader:
         came = np.ones(len(groups), dtype=np.bool_)
         came[[loss.number for loss in lost]] = False
         progress.present = tuple(mask.copy() for mask in progress.present)
-        progress.arrived = progress.arrived or blank(progress.present)
+        progress.arrived = progress.arrived or _blank(progress.present)
         for group, run in runs_of(groups):
             progress.arrived[group][chunks[run][came[run]]] = True
             progress.present[group][chunks[run][~came[run]]] = False
@@ -115,16 +119,11 @@ class Reader:
         counts = list(map(np.count_nonzero, masks))
         nbytes = sum(count * size for count, size in zip(counts, self._identity.page_sizes, strict=True))
         loaded = Tally(int(sum(counts)), int(nbytes))
-        chunks = {where: mover.chunks[where] for where in _listed(masks)} if mover.chunks else {}
+        chunks = {where: mover.chunks[where] for where in listed(masks)} if mover.chunks else {}
         return GetResult(hit_length, tuple(progress.failures), chunks, loaded)
 
 
-def _listed(masks: Sequence[BoolArray]) -> list[tuple[int, int]]:
-    groups, chunks = chosen(masks)
-    return list(zip(groups.tolist(), chunks.tolist(), strict=True))
-
-
-def blank(masks: Sequence[BoolArray]) -> tuple[BoolArray, ...]:
+def _blank(masks: Sequence[BoolArray]) -> tuple[BoolArray, ...]:
     return tuple(np.zeros_like(mask) for mask in masks)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..block_memory import PagedMemory
-from ..errors import InvalidBufferError
+from ..errors import ClientClosedError, InvalidBufferError
 from ..identity import Identity
 from ..paged import PagedKVCache
 from ..stores.regions import StoreMemory
+from ..waiting import settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Registry:
         self._identity = identity
         #: What is registered; holds the owners alive.
         self._known: dict[PagedMemory, Registered] = {}
+        self._closed = False
 
     async def register(self, cache: PagedKVCache) -> Registered:
         """Tell the store of the memory, once."""
@@ -40,6 +43,11 @@ class Registry:
         known = self._known.get(cache.memory)
         if known is not None:
             return known
+        if cache.on_device and not self._memory.reaches_devices:
+            raise InvalidBufferError(
+                "this store cannot reach an accelerator's memory: its native library is not a CUDA build, or the "
+                "mode is 'shared'; use another build (mooncake-transfer-engine), or memory that the CPU can read"
+            )
         spans: list[tuple[int, int]] = []
         direct = True
         try:
@@ -55,8 +63,10 @@ class Registry:
         except BaseException:
             await self._let_go(spans)
             raise
-        if cache.memory in self._known:
+        if self._closed or cache.memory in self._known:
             await self._let_go(spans)  # somebody else was quicker, and holds it already
+            if self._closed:
+                raise ClientClosedError("the client was closed during this call")
         else:
             headers = bool(self._identity.value_format.header_size)
             pieces = [len(cache.piece_sizes(group)) + headers for group in range(len(cache.page_sizes))]
@@ -66,15 +76,16 @@ class Registry:
         return self._known[cache.memory]
 
     async def unregister(self, cache: PagedKVCache) -> None:
-        """Let go of the memory; nothing if it is not registered."""
-        if isinstance(cache, PagedKVCache) and (known := self._known.pop(cache.memory, None)):
+        """Let go of the memory; nothing if it is not registered. All of it, also when cancelled meanwhile."""
+        if isinstance(cache, PagedKVCache) and (known := self._known.get(cache.memory)):
+            del self._known[cache.memory]  # no call may begin with it; ``cache`` keeps it alive
             await self._let_go(known.spans)
 
     async def release(self) -> None:
-        """Let go of everything."""
-        spans = [span for known in self._known.values() for span in known.spans]
-        self._known.clear()
-        await self._let_go(spans)
+        """Let go of everything, and take nothing more."""
+        self._closed = True
+        await self._let_go([span for known in self._known.values() for span in known.spans])
+        self._known.clear()  # not before: it keeps the memory alive
 
     def __getitem__(self, cache: PagedKVCache) -> Registered:
         """What a call needs to know of a cache that it is given.
@@ -107,5 +118,9 @@ class Registry:
             )
 
     async def _let_go(self, spans: Sequence[tuple[int, int]]) -> None:
-        for address, nbytes in spans:
-            await asyncio.shield(self._memory.unregister(address, nbytes))
+        async def unregister() -> None:
+            for address, nbytes in spans:
+                with contextlib.suppress(ClientClosedError):  # the store is closed, and has let go by itself
+                    await self._memory.unregister(address, nbytes)
+
+        await settled(asyncio.create_task(unregister()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..core.framing import payload_checksum
+from ..stores.base import PlacedPuts
 from .checking import Bytes, Views, checked, framed
 from .ends import Pieces
 from .lane import Answers, Batch, Ride
@@ -43,6 +44,8 @@ class StagedBatch:
             staging.give_back(slot)
         else:
             task.add_done_callback(lambda _: staging.give_back(slot))
+            if self._ride is not None and isinstance(self._ride.batch, PlacedPuts):
+                self._transport.leave_writing(self._jobs.keys, task)
 
     async def carry(self, batch: Batch) -> Answers:
         """Send ``batch``, which lies in the slot. A cancelled call does not wait for the store."""

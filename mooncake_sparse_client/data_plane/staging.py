@@ -113,6 +113,10 @@ class StagingPool:
         self._out.remove(slot)
         self._queue.give_back(slot.address - self._address)
 
+    def enter_loop(self) -> None:
+        """Forget who waited on an event loop that is gone. Slots that are out stay out: the store may use them."""
+        self._queue = _Queue(self._space.take, self._space.give_back)
+
     def close(self) -> None:
         """Let go of the memory, which is free once the last slot is back."""
         self._region = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +16,14 @@ from numpy.typing import NDArray
 
 from ..config import Limits
 from ..core.plans import cut_batches
-from ..errors import ClientClosedError
+from ..errors import ClientClosedError, InvalidRequestError
 from ..identity import Identity
 from ..stores.base import Store
+from ..stores.regions import Region
 from ..stores.throttle import ThrottledStore
 from ..waiting import held, run_all
 from .claims import Claims
-from .lane import Lane
+from .lane import Answers, Lane
 from .pacing import paced
 from .staging import Budget, StagingPool
 
@@ -29,7 +32,7 @@ Numbers: TypeAlias = NDArray[np.intp]
 BoolArray: TypeAlias = NDArray[np.bool_]
 _LEDGER_SIZE = 65536
 #: More chunks than this are named on a thread: some tenths of a microsecond each add up for the event loop.
-_NAMED_INLINE = 2048
+_NAMED_INLINE = 1024
 #: Batches of one call that are prepared or checked while others are on the wire.
 _AHEAD = 2
 
@@ -81,6 +84,12 @@ def chosen(masks: Sequence[BoolArray]) -> tuple[Numbers, Numbers]:
         return np.zeros(len(picked[0]), dtype=np.intp), picked[0]
     groups = np.repeat(np.arange(len(picked)), [len(some) for some in picked])
     return groups, np.concatenate(picked)
+
+
+def listed(masks: Sequence[BoolArray]) -> list[tuple[int, int]]:
+    """``(group, chunk)`` of what one boolean array a group chooses."""
+    groups, chunks = chosen(masks)
+    return list(zip(groups.tolist(), chunks.tolist(), strict=True))
 
 
 class Ledger:
@@ -140,23 +149,30 @@ def _remember(keys: OrderedDict[str, None], key: str) -> None:
 class Transport:
     """A client's ways to its store: batched, a bounded number at once, with threads for work on bytes."""
 
-    def __init__(self, store: Store, identity: Identity, limits: Limits) -> None:
+    def __init__(self, store: Store, identity: Identity, limits: Limits, staging: Region) -> None:
         self.identity = identity
         self.limits = limits
         self.ledger = Ledger()
         self.memory = store.memory
         #: Slots for headers, and for values whose own memory is not registered.
-        self.staging = StagingPool(store.memory.allocate(limits.staging_bytes))
+        self.staging = StagingPool(staging)
+        self._lost_staging: list[StagingPool] = []
         #: Bytes of a group's values.
         self.value_sizes = np.array([identity.value_bytes(group) for group in range(len(identity.page_sizes))])
         self._plain_store = store
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="sparse-client")
+        # One thread for each kind of work: two at the same bytes would only wait for the interpreter's lock, and
+        # make the event loop wait for both.
+        self._namer = ThreadPoolExecutor(1, thread_name_prefix="sparse-client-names")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="sparse-client-bytes")
         self._closed = False
         self.enter_loop()
 
     def enter_loop(self) -> None:
         """Make anew what waits, since it belongs to the event loop that it first waited in."""
         self.claims: Claims = {}
+        #: Writes that nobody waits for any more, and that go on: by key, what ends with them.
+        self.left_writing: dict[str, asyncio.Task[Answers]] = {}
+        self._renew_staging()
         limits = self.limits
         throttled = limits.requests_per_second is not None or limits.bytes_per_second is not None
         self.store: Store = (
@@ -167,6 +183,16 @@ class Transport:
         self.lane = Lane(self.store, limits)
         #: Bytes that are being prepared, moved or checked.
         self.budget = Budget(limits.max_bytes_in_flight)
+
+    def _renew_staging(self) -> None:
+        """Slots that an event loop took with it stay out, since the store may use them: others take their place,
+        if there is memory for that."""
+        if not self.staging.idle:
+            with contextlib.suppress(InvalidRequestError):
+                staging = StagingPool(self.memory.allocate(self.limits.staging_bytes))
+                self._lost_staging.append(self.staging)
+                self.staging = staging
+        self.staging.enter_loop()
 
     def jobs(self, block_hashes: Sequence[bytes], groups: Numbers, chunks: Numbers) -> Jobs:
         """The chunks with the own rank's keys."""
@@ -191,10 +217,17 @@ class Transport:
         return await self.compute(named)
 
     async def compute(self, call: Callable[[], T]) -> T:
-        """Run work on bytes on a thread; it is over when this returns or raises."""
+        """Hash or name very much on a thread; it is over when this returns or raises."""
+        return await self._run(self._namer, call)
+
+    async def copy(self, call: Callable[[], T]) -> T:
+        """Run work on chunks' bytes on a thread; it is over when this returns or raises."""
+        return await self._run(self._copier, call)
+
+    async def _run(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
         if self._closed:
             raise ClientClosedError("the client was closed during this call")
-        return await held(self._workers.submit(call))
+        return await held(pool.submit(call))
 
     async def each_batch(
         self, groups: Numbers, pieces: int, move: Callable[[slice], Coroutine[None, None, None]]
@@ -205,16 +238,16 @@ class Transport:
         """
         if not len(groups):
             return
-        limits = self.limits
+        limits, budget = self.limits, self.budget
         sizes = self.value_sizes[groups]
         most = max(1, min(limits.max_batch_chunks, limits.max_batch_pieces // pieces))
         total = int(sizes.sum())
         if len(sizes) <= most and total <= limits.max_batch_bytes:
-            await self.budget.take(total)
+            await budget.take(total)
             try:
                 await move(slice(0, len(sizes)))
             finally:
-                self.budget.give_back(total)
+                budget.give_back(total)
             return
         batches = cut_batches(sizes, max_bytes=limits.max_batch_bytes, max_count=most)
         left = iter(batches)
@@ -222,13 +255,23 @@ class Transport:
         async def work() -> None:
             for batch in left:
                 nbytes = int(sizes[batch.start : batch.stop].sum())
-                await self.budget.take(nbytes)
+                await budget.take(nbytes)
                 try:
                     await move(slice(batch.start, batch.stop))
                 finally:
-                    self.budget.give_back(nbytes)
+                    budget.give_back(nbytes)
 
         await run_all(work() for _ in range(min(limits.concurrency + _AHEAD, len(batches))))
+
+    def leave_writing(self, keys: Sequence[str], task: asyncio.Task[Answers]) -> None:
+        """Nobody waits for this write any more; until it has ended, nobody else writes its keys."""
+        self.left_writing |= dict.fromkeys(keys, task)
+        task.add_done_callback(lambda _: self._forget_writing(keys, task))
+
+    def _forget_writing(self, keys: Sequence[str], task: asyncio.Task[Answers]) -> None:
+        for key in keys:
+            if self.left_writing.get(key) is task:
+                del self.left_writing[key]
 
     async def exists(self, keys: Sequence[str]) -> BoolArray:
         """Which keys have a value that is not known to be damaged."""
@@ -251,5 +294,7 @@ class Transport:
         """Wait for what was left behind, at most ``timeout`` seconds, and let the threads go."""
         self._closed = True
         await self.lane.settle(timeout)
-        self.staging.close()
-        self._workers.shutdown(wait=False)
+        for staging in (self.staging, *self._lost_staging):
+            staging.close()
+        self._namer.shutdown(wait=False)
+        self._copier.shutdown(wait=False)

@@ -65,7 +65,8 @@ class PutStep:
         self._fail(np.flatnonzero(self._open), reason)
 
     def so_far(self) -> str:
-        return f"; {self._written.chunks} chunks were written, {np.count_nonzero(self._open)} were left"
+        left = np.count_nonzero(self._open)
+        return f"; {self._written.chunks} chunks were written, {left} were left or are not known to be"
 
     def result(self) -> PutResult:
         page_sizes = self._transport.identity.page_sizes
@@ -82,6 +83,7 @@ class PutStep:
     async def _run_window(self, window: slice) -> None:
         groups, chunks = self._groups[window], self._chunks[window]
         jobs = await self._transport.many_jobs(self._block_hashes, groups, chunks)
+        await asyncio.sleep(0)  # others have their turn: each step is some tenths of a millisecond for the loop
         known = self._known[window] & ~self._transport.ledger.suspect(jobs.keys)
         self._settle_existing(window.start + np.flatnonzero(known))
         while len(left := np.flatnonzero(self._open[window])):
@@ -89,12 +91,13 @@ class PutStep:
 
     async def _put_claimable(self, part: _Part) -> None:
         """Put the chunks whose keys nobody else puts now, then wait for the others."""
-        claims = self._transport.claims
-        taken = members(part.jobs.keys, claims)
-        mine = part.pick(~taken)
+        claims, left = self._transport.claims, self._transport.left_writing
+        taken, being_left = members(part.jobs.keys, claims), members(part.jobs.keys, left)
+        mine = part.pick(~(taken | being_left))
         theirs: dict[Claim, list[str]] = {}
         for key in part.pick(taken).jobs.keys:
             theirs.setdefault(claims[key], []).append(key)
+        leaving = {left[key] for key in part.pick(being_left).jobs.keys}
         claim = Claim(claims, mine.jobs.keys)
         try:
             await self._put_missing(mine, claim)
@@ -103,6 +106,8 @@ class PutStep:
         for other, keys in theirs.items():
             stored = await other.stored(keys)
             self._settle_existing(part.pick(members(part.jobs.keys, stored) & ~self._replaced(part)).numbers)
+        if leaving:
+            await asyncio.wait(leaving)  # what they have written is asked for then
 
     async def _put_missing(self, part: _Part, claim: Claim) -> None:
         unsure = part.pick(~self._replaced(part))
@@ -141,27 +146,27 @@ class PutStep:
     async def _write_batch(self, part: _Part, claim: Claim) -> None:
         damaged = self._replaced(part)
         replace = frozenset(part.pick(damaged).jobs.keys) if damaged.any() else frozenset[str]()
+
         answers = await self._mover.put(part.jobs, replace)
         if not any(answers) and not self._confirm:
-            self._settle_written(part, claim)
+            self._settle_written(part, replace, claim)
             return
-        failed = {number: failure for number, failure in enumerate(answers) if failure is not None}
-        stored = np.ones(len(answers), dtype=np.bool_)
-        stored[list(failed)] = False
-        written = part.pick(stored)
+        kinds: dict[str, list[int]] = {}
+        for number, failure in enumerate(answers):
+            if failure is not None and not (failure.kind == _FULL and failure.retriable):  # which stays open
+                kinds.setdefault(failure.kind, []).append(number)
+        written = part.pick(np.fromiter((answer is None for answer in answers), np.bool_, len(answers)))
         confirmed = await self._confirmed(written)
-        self._settle_written(written.pick(confirmed), claim)
-        unconfirmed = written.pick(~confirmed)
-        claim.settle(unconfirmed.jobs.keys, stored=False)
-        self._fail(unconfirmed.numbers, "unconfirmed")
-        for number, failure in failed.items():
-            if failure.kind == _FULL and failure.retriable:
-                continue  # stays open: the store may have room soon
-            claim.settle([part.jobs.keys[number]], stored=False)
-            if failure is ABSENT:
-                self._unavailable += self._settle(part.numbers[[number]])
+        self._settle_written(written.pick(confirmed), replace, claim)
+        self._settle_failed(written.pick(~confirmed), "unconfirmed", claim)
+        for kind, numbers in kinds.items():
+            some = _Part(part.jobs.pick(np.array(numbers)), part.numbers[numbers])
+            if kind == ABSENT.kind:
+                claim.settle(some.jobs.keys, stored=False)
+                self._unavailable += self._settle(some.numbers)
             else:
-                self._fail(part.numbers[[number]], failure.kind)
+                self._settle_failed(some, kind, claim)
+        await asyncio.sleep(0)  # a source that has nothing is quickly done with, and others want their turn
 
     async def _confirmed(self, part: _Part) -> BoolArray:
         """What counts as written. A put can be swallowed by another writer's unfinished one, which only asking
@@ -173,8 +178,13 @@ class PutStep:
     def _settle_existing(self, numbers: Numbers) -> None:
         self._existing += self._settle(numbers)
 
-    def _settle_written(self, part: _Part, claim: Claim) -> None:
-        self._transport.ledger.clear(part.jobs.keys)
+    def _settle_failed(self, part: _Part, reason: str, claim: Claim) -> None:
+        claim.settle(part.jobs.keys, stored=False)
+        self._fail(part.numbers, reason)
+
+    def _settle_written(self, part: _Part, replace: frozenset[str], claim: Claim) -> None:
+        self._transport.ledger.clear([key for key in part.jobs.keys if key in replace] if replace else ())
+        self._transport.ledger.found(part.jobs.keys)  # what was not replaced may be there from before, and damaged
         claim.settle(part.jobs.keys, stored=True)
         self._written += self._settle(part.numbers)
 

@@ -162,6 +162,8 @@ class MooncakeStore:
         what = f"removing {len(keys)} keys from {self._where}"
         answer = await self._run(self._questions, lambda: self._native.batch_remove(list(keys), force))
         _check_length(answer, len(keys), what)
+        if not any(answer):
+            return [RemoveOutcome.REMOVED] * len(keys)
         return [_removed(code, what) for code in answer]
 
     async def health(self) -> Health:

@@ -89,6 +89,13 @@ def host_allocator() -> HostAllocator:
     return allocator
 
 
+def has_cuda() -> bool:
+    """Whether the installed build copies to and from an accelerator's memory; the others would end the process."""
+    from mooncake import store as library
+
+    return hasattr(ctypes.CDLL(library.__file__), "cudaMemcpy")
+
+
 def native_replication(replication: Replication, count: int) -> object | None:
     """The library's own form of ``replication`` for a batch of ``count`` keys; None for the library's default.
 

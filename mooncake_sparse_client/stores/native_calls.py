@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from ..errors import InvalidRequestError
 from ..replication import Replication
 from ..views import view_at
 from . import native_codes as codes
@@ -100,7 +101,10 @@ def _upsert(
         return native.upsert_from(key, addresses[0], sizes[0], *more)
     if not any(sizes):
         return codes.INVALID_PARAMS  # as for any value without bytes
-    joined = memory.allocate(sum(sizes))
+    try:
+        joined = memory.allocate(sum(sizes))
+    except InvalidRequestError:
+        return codes.NO_AVAILABLE_HANDLE  # no room to join it in, for now
     joined.view[:] = b"".join(map(view_at, addresses, sizes))
     return native.upsert_from(key, joined.address, joined.nbytes, *more)
 

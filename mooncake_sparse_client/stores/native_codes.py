@@ -28,6 +28,7 @@ class CodeMeaning(NamedTuple):
 
 
 OK: Final = 0
+NO_AVAILABLE_HANDLE: Final = -200
 INVALID_PARAMS: Final = -600
 OBJECT_NOT_FOUND: Final = -704
 OBJECT_HAS_LEASE: Final = -706

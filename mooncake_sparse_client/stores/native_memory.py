@@ -8,6 +8,7 @@ closed stays unusable for the next client of this process. So: unregister, close
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import threading
@@ -18,7 +19,7 @@ from ..config import MooncakeConfig
 from ..errors import ClientClosedError, ConnectError
 from ..waiting import settled
 from . import native_codes as codes
-from .native import NativeStore
+from .native import NativeStore, has_cuda
 from .regions import MemoryPool, Region, anonymous_pool
 from .registrations import Registrations
 from .shared_setup import open_shared_pool
@@ -71,6 +72,10 @@ class NativeMemory:
     def gather_bytes(self) -> int:
         return self._gather_bytes
 
+    @property
+    def reaches_devices(self) -> bool:
+        return not self._only_pool and has_cuda()
+
     def run_on(self, run: Runner) -> None:
         """Let ``run`` take native calls to threads, where a store has its own."""
         self._run = run
@@ -102,7 +107,8 @@ class NativeMemory:
             return await settled(registering)
         except asyncio.CancelledError:
             if not registering.cancelled() and registering.exception() is None and registering.result():
-                await self.unregister(address, nbytes)
+                with contextlib.suppress(ClientClosedError):  # which lets go of it too
+                    await self.unregister(address, nbytes)
             raise
 
     async def unregister(self, address: int, nbytes: int) -> None:

@@ -48,6 +48,10 @@ class StoreMemory(Protocol):
         """Where the pieces of a value have fewer bytes than this on average, one copy into a single piece takes
         less time than the pieces would; 0 where pieces cost nothing to speak of."""
 
+    @property
+    def reaches_devices(self) -> bool:
+        """Whether values move to and from an accelerator's memory too."""
+
     def allocate(self, nbytes: int) -> Region:
         """Such memory, its bytes undefined, for as long as something refers to a view of it.
 
@@ -68,6 +72,7 @@ class HeapMemory:
     """The memory of a store that can move values to and from any: there is nothing to register."""
 
     gather_bytes = 0
+    reaches_devices = False
 
     def allocate(self, nbytes: int) -> Region:
         """Fresh memory, its bytes undefined, without a bound."""

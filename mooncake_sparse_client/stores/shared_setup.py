@@ -68,7 +68,16 @@ def _free_memory(root: Path) -> Iterator[tuple[int, Path]]:
             cached = re.search(r"^inactive_file (\d+)$", _text(place / "memory.stat"), re.MULTILINE)
             yield max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0)), place / "memory.max"
         if place == mounted:
-            return
+            break
+    # Version 1 of the kernel's groups, where the memory of a container may be the root of what it sees.
+    own = re.search(r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE)
+    mounted = mounted / "memory"
+    for place in {mounted, mounted / own[1] if own else mounted}:
+        limit = _text(place / "memory.limit_in_bytes").strip()
+        used = _text(place / "memory.usage_in_bytes").strip()
+        if limit.isdigit() and used.isdigit():
+            cached = re.search(r"^total_inactive_file (\d+)$", _text(place / "memory.stat"), re.MULTILINE)
+            yield max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0)), place / "memory.limit_in_bytes"
 
 
 def _text(path: Path) -> str:
@@ -121,7 +130,7 @@ def _share(native: NativeStore, address: int, size: int, owner: str) -> None:
         raise ConnectError(
             f"{owner} did not take {size} bytes of shared memory: {codes.meaning_of(code).text} ({code}); {_HOW_TO}"
         )
-    code = native.batch_get_into([_MISSING_KEY], [address], [1])[0]
+    code = next(iter(native.batch_get_into([_MISSING_KEY], [address], [1])), codes.INVALID_PARAMS)
     if code == codes.OBJECT_NOT_FOUND:
         return
     native.unregister_buffer(address)

@@ -22,6 +22,7 @@ T = TypeVar("T")
 Unit: TypeAlias = Literal["GB/s", "keys/s"]
 #: Seconds between two looks at the event loop, or at this process's memory.
 _LOOK_EVERY: Final = 0.001
+_LOOK_AT_MEMORY_EVERY: Final = 0.02
 
 
 async def _nothing() -> None:
@@ -183,7 +184,7 @@ class LoopDelay:
 class MemoryGrowth:
     """By how many bytes this process's resident memory has grown at most since ``with MemoryGrowth() as growth:``.
 
-    A thread looks every millisecond, so a peak that is shorter may be missed.
+    A thread looks a few times a second, so as not to delay what others measure; a shorter peak may be missed.
     """
 
     def __init__(self) -> None:
@@ -201,7 +202,7 @@ class MemoryGrowth:
         self._thread.join()
 
     def _look(self) -> None:
-        while not self._stop.wait(_LOOK_EVERY):
+        while not self._stop.wait(_LOOK_AT_MEMORY_EVERY):
             self._most = max(self._most, resident_bytes())
 
     @property

@@ -116,9 +116,9 @@ class AsyncRival:
         """Write each prefix, which must be absent, by a question and a batch."""
         await in_tasks(tasks, self._prefixes, self._put)
 
-    async def get(self, tasks: int) -> None:
-        """Read each prefix by one batch."""
-        await in_tasks(tasks, self._prefixes, self._get)
+    async def get(self, tasks: int, times: int = 1) -> None:
+        """Read each prefix by one batch, so many times."""
+        await in_tasks(tasks, [*self._prefixes] * times, self._get)
 
     async def get_chunkwise(self, tasks: int) -> None:
         """Read each prefix chunk by chunk."""

@@ -77,8 +77,9 @@ class Ours:
     def put(self, tasks: int = 1) -> Side:
         return Side(lambda: timed(in_tasks(tasks, self.prefixes, Prefix.put)), self.remove)
 
-    def get(self, tasks: int = 1) -> Side:
-        return Side(lambda: timed(in_tasks(tasks, self.prefixes, Prefix.get)), self._find, self._memory.check)
+    def get(self, tasks: int = 1, times: int = 1) -> Side:
+        prefixes = [*self.prefixes] * times
+        return Side(lambda: timed(in_tasks(tasks, prefixes, Prefix.get)), self._find, self._memory.check)
 
     def exists(self, times: int) -> Side:
         return Side(lambda: timed(in_tasks(1, [*self.prefixes] * times, Prefix.exists)), self._find)
@@ -127,8 +128,8 @@ class Async:
     def put(self, tasks: int) -> Side:
         return Side(lambda: timed(self._rival.put(tasks)), self.remove)
 
-    def get(self, tasks: int) -> Side:
-        return Side(lambda: timed(self._rival.get(tasks)), self._rival.fill, self._memory.check)
+    def get(self, tasks: int, times: int) -> Side:
+        return Side(lambda: timed(self._rival.get(tasks, times)), self._rival.fill, self._memory.check)
 
     def get_chunkwise(self, tasks: int) -> Side:
         return Side(lambda: timed(self._rival.get_chunkwise(tasks)), self._rival.fill, self._memory.check)
