@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -179,16 +179,15 @@ def clash(one: BlockMemory, other: BlockMemory) -> str:
 
 
 class _Exposed:
-    """Tells NumPy of a memory's bytes, and keeps their owner for whoever holds a view."""
+    """Tells NumPy of a memory's bytes, all of its span, and keeps their owner for whoever holds a view."""
 
-    def __init__(self, memory: BlockMemory, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def __init__(self, memory: BlockMemory) -> None:
         self.owner = memory.owner
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
             "data": (memory.address, memory.readonly),
-            "shape": shape,
-            "strides": strides,
+            "shape": memory.span[1:],
         }
 
 
@@ -201,10 +200,6 @@ class BlockGroup:
         #: Bytes of each piece of a chunk, and of all.
         self.sizes = tuple(memory.block_bytes for memory in memories)
         self.page_size = sum(self.sizes)
-        #: Where the pieces lie in a chunk.
-        self.columns = tuple(
-            slice(end - size, end) for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)
-        )
         #: The least of the memories: a block must be in all.
         self.num_blocks = min(memory.num_blocks for memory in memories)
         self.addresses = np.array([memory.address for memory in memories], dtype=np.int64)
@@ -217,20 +212,10 @@ class BlockGroup:
         return [view[block * stride : block * stride + size] for view, stride, size in self._views]
 
     @cached_property
-    def rows(self) -> tuple[NDArray[np.uint8], ...]:
-        """The blocks of each memory as rows of bytes, in place. Raises ``InvalidBufferError`` like ``cut``."""
-        self._check_reach()
-        return tuple(
-            np.asarray(_Exposed(memory, (memory.num_blocks, memory.block_bytes), (memory.block_stride, 1)))
-            for memory in self.memories
-        )
-
-    @cached_property
     def _views(self) -> tuple[tuple[memoryview, int, int], ...]:
         self._check_reach()
         return tuple(
-            (np.asarray(_Exposed(memory, memory.span[1:], (1,))).data, memory.block_stride, memory.block_bytes)
-            for memory in self.memories
+            (np.asarray(_Exposed(memory)).data, memory.block_stride, memory.block_bytes) for memory in self.memories
         )
 
     def _check_reach(self) -> None:

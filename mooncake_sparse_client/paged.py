@@ -112,22 +112,6 @@ class PagedKVCache:
         """Bytes of each piece of a chunk, in their order."""
         return self._group(group).sizes
 
-    def gather(self, group: int, chunks: NDArray[np.intp], into: NDArray[np.uint8]) -> None:
-        """Copy whole chunks out of the paged memory, one into each row of ``into``."""
-        blocks = self._blocks(group, chunks)
-        pieces = self._columns(group, into, len(blocks))
-        if not into.flags.writeable:
-            raise InvalidBufferError(f"the rows to copy chunks of group {group} into are read-only")
-        for columns, rows in pieces:
-            into[:, columns] = rows[blocks]
-
-    def scatter(self, group: int, chunks: NDArray[np.intp], rows: NDArray[np.uint8]) -> None:
-        """Copy ``rows`` into the paged memory, one for each of ``chunks``."""
-        blocks = self._blocks(group, chunks)
-        self._check_writable(group)
-        for columns, memory in self._columns(group, rows, len(blocks)):
-            memory[blocks] = rows[:, columns]
-
     def views(self, group: int, chunk: int) -> tuple[memoryview, ...]:
         """The pieces of one chunk as bytes in place, writable unless the memory is not. It needs a block."""
         if (views := self(group, chunk)) is None:
@@ -199,17 +183,6 @@ class PagedKVCache:
     def _check_writable(self, group: int) -> None:
         if self._memory.groups[group].readonly:
             raise InvalidBufferError(f"group {group} has read-only memory; nothing can be read into it")
-
-    def _columns(self, group: int, staged: NDArray[np.uint8], count: int) -> list[tuple[slice, NDArray[np.uint8]]]:
-        """For each memory of the group: which columns of ``staged`` are its bytes, and its blocks as rows."""
-        memories = self._memory.groups[group]
-        shape = (count, memories.page_size)
-        if not isinstance(staged, np.ndarray) or staged.dtype != np.uint8 or staged.shape != shape:
-            raise InvalidBufferError(
-                f"rows to stage {count} chunks of group {group} must be a uint8 array of shape {shape}, not "
-                f"{getattr(staged, 'dtype', type(staged).__name__)} of shape {getattr(staged, 'shape', None)}"
-            )
-        return list(zip(memories.columns, memories.rows, strict=True))
 
 
 def _checked_groups(groups: Sequence[Sequence[Blocks]]) -> list[tuple[BlockMemory, ...]]:

@@ -118,7 +118,8 @@ def test_writing_one_chunk_leaves_all_others(layout: tuple[Arrays, Tables]) -> N
     groups, tables = layout
     cache = PagedKVCache(groups, tables)
     before = {(group, chunk): chunk_bytes(groups[group], block) for group, chunk, block in every_chunk(tables)}
-    cache.scatter(0, indices(0), np.full((1, cache.page_sizes[0]), 0xA5, dtype=np.uint8))
+    for view in cache.views(0, 0):
+        view[:] = b"\xa5" * view.nbytes
     before[0, 0] = b"\xa5" * cache.page_sizes[0]
     assert before == {(group, chunk): chunk_bytes(groups[group], block) for group, chunk, block in every_chunk(tables)}
 
@@ -134,22 +135,6 @@ def test_places_are_the_addresses_of_the_views(layout: tuple[Arrays, Tables]) ->
             assert row == [memory[table[chunk] :].ctypes.data for memory in memories]
         assert cache.piece_sizes(group) == tuple(memory[0].nbytes for memory in memories)
         assert cache.page_sizes[group] == sum(cache.piece_sizes(group))
-
-
-def test_gather_and_scatter_are_the_views(layout: tuple[Arrays, Tables]) -> None:
-    groups, tables = layout
-    cache = PagedKVCache(groups, tables)
-    for group, table in enumerate(tables):
-        chunks = indices(*range(len(table)))[::-1]
-        # Staging rows have a header in front.
-        wide = np.full((len(table), 64 + cache.page_sizes[group]), 7, dtype=np.uint8)
-        rows = wide[:, 64:]
-        cache.gather(group, chunks, rows)
-        assert [row.tobytes() for row in rows] == [b"".join(cache.views(group, int(chunk))) for chunk in chunks]
-        assert (wide[:, :64] == 7).all()
-        rows[:] = filled(rows.shape, np.uint8)
-        cache.scatter(group, chunks, rows)
-        assert [row.tobytes() for row in rows] == [b"".join(cache.views(group, int(chunk))) for chunk in chunks]
 
 
 def test_spans_cover_all_blocks_and_nothing_twice(layout: tuple[Arrays, Tables]) -> None:
@@ -317,12 +302,9 @@ def test_an_unsigned_entry_does_not_turn_negative() -> None:
 
 def test_without_tables_nothing_has_a_place() -> None:
     cache = PagedKVCache([[filled((4, 4))]])
-    rows = np.zeros((1, 8), dtype=np.uint8)
     calls: list[Callable[[], object]] = [
         lambda: cache.has(0, indices(0)),
         lambda: cache.places(0, indices(0)),
-        lambda: cache.gather(0, indices(0), rows),
-        lambda: cache.scatter(0, indices(0), rows),
         lambda: cache.views(0, 0),
         lambda: cache(0, 0),
         lambda: cache.check_sink([indices(0)]),
@@ -339,11 +321,8 @@ def test_chunks_without_a_block() -> None:
     assert cache(1, 1) is None
     assert read_source(cache, 1, 3, 8) is None
     refused(["chunk 1", "no block"], lambda: cache.places(1, indices(2, 1, 3)))
-    rows = np.zeros((2, 8), dtype=np.uint8)
     calls: list[Callable[[], object]] = [
         lambda: cache.places(1, indices(2, 3)),
-        lambda: cache.gather(1, indices(2, 3), rows),
-        lambda: cache.scatter(1, indices(2, 3), rows),
         lambda: cache.views(1, 3),
         lambda: cache.check_sink([indices(), indices(0, 3)]),
     ]
@@ -354,12 +333,9 @@ def test_chunks_without_a_block() -> None:
 @pytest.mark.parametrize("chunk", [3, 4, 1 << 40, -1, -3])
 def test_chunks_beyond_the_table(chunk: int) -> None:
     cache = PagedKVCache([[filled((4, 4))], [filled((4, 4))]], [[0], [3, -1, 2]])
-    rows = np.zeros((2, 8), dtype=np.uint8)
     calls: list[Callable[[], object]] = [
         lambda: cache.has(1, indices(0, chunk)),
         lambda: cache.places(1, indices(0, chunk)),
-        lambda: cache.gather(1, indices(0, chunk), rows),
-        lambda: cache.scatter(1, indices(0, chunk), rows),
         lambda: cache.views(1, chunk),
         lambda: cache(1, chunk),
         lambda: cache.check_sink([indices(), indices(0, chunk)]),
@@ -394,46 +370,15 @@ def test_narrow_indices_do_too(dtype: Any) -> None:
     assert (cache.places(0, np.array([2, 1], dtype=dtype)) == cache.places(0, indices(2, 1))).all()
 
 
-# Staging ------------------------------------------------------------------------------------------------------
+# Sinks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        np.zeros((2, 7), dtype=np.uint8),
-        np.zeros((2, 9), dtype=np.uint8),
-        np.zeros((1, 8), dtype=np.uint8),
-        np.zeros((3, 8), dtype=np.uint8),
-        np.zeros((2, 8), dtype=np.int8),
-        np.zeros((2, 4), dtype=np.uint16),
-        np.zeros(16, dtype=np.uint8),
-        bytearray(16),
-    ],
-    ids=lambda rows: f"{getattr(rows, 'dtype', type(rows))}{getattr(rows, 'shape', '')}",
-)
-def test_staging_rows_fit(rows: Any) -> None:
-    memory = filled((4, 4))
-    before = memory.copy()
-    cache = PagedKVCache([[memory]], [[0, 3, 1]])
-    for call in (cache.gather, cache.scatter):
-        refused(["2 chunks", "group 0", "(2, 8)", "uint8"], lambda call=call: call(0, indices(0, 2), rows))
-    assert (memory == before).all()
-
-
-def test_staging_rows_to_gather_into_are_writable() -> None:
-    rows = np.zeros((1, 8), dtype=np.uint8)
-    rows.flags.writeable = False
-    cache = PagedKVCache([[filled((4, 4))]], [[3]])
-    refused(["group 0", "read-only"], lambda: cache.gather(0, indices(0), rows))
-    cache.scatter(0, indices(0), rows)
-    assert bytes(cache.views(0, 0)[0]) == bytes(8)
-
-
-def test_no_chunks_are_no_bytes() -> None:
-    cache = PagedKVCache([[filled((4, 4))]], [[0]])
-    rows = np.zeros((0, 8), dtype=np.uint8)
-    cache.gather(0, indices(), rows)
-    cache.scatter(0, indices(), rows)
+def test_no_chunks_need_nothing() -> None:
+    frozen = filled((4, 4))
+    frozen.flags.writeable = False
+    cache = PagedKVCache([[frozen]], [[-1]])
+    assert cache.places(0, indices()).shape == (0, 1)
+    assert cache.has(0, indices()).tolist() == []
     cache.check_sink([indices()])
 
 
@@ -443,17 +388,14 @@ def test_read_only_memory_is_a_source_alone() -> None:
     cache = PagedKVCache([[memory], [filled((4, 4)), frozen]], [[0], [1]])
     assert cache.readonly
     assert [[one.readonly for one in group] for group in cache.groups] == [[False], [False, True]]
-    rows = np.zeros((1, 12), dtype=np.uint8)
-    cache.gather(1, indices(0), rows)
-    assert rows[0, 8:].tobytes() == frozen[1].tobytes()
+    _, view = cache.views(1, 0)
+    assert view == frozen[1].tobytes()
     assert [view.readonly for view in cache.views(1, 0)] == [False, True]
-    refused(["group 1", "read-only"], lambda: cache.scatter(1, indices(0), rows))
+    with pytest.raises(TypeError, match="read-only"):
+        view[0] = 1
     refused(["group 1", "read-only"], lambda: cache.check_sink([indices(0), indices(0)]))
     refused(["read-only"], lambda: open_sink(cache, 1, 0, 12))
     cache.check_sink([indices(0), indices()])
-
-
-# Sinks --------------------------------------------------------------------------------------------------------
 
 
 def test_two_chunks_of_a_hit_never_share_a_block() -> None:
@@ -785,12 +727,9 @@ def test_memory_of_a_device_has_addresses_alone() -> None:
     cache.check_sink([indices(0), indices(0, 2)])
     assert cache(1, 1) is None
     assert b"".join(cache.views(0, 0)) == host[3].tobytes()
-    rows = np.zeros((1, 12), dtype=np.uint8)
     calls: list[Callable[[], object]] = [
         lambda: cache.views(1, 0),
         lambda: cache(1, 0),
-        lambda: cache.gather(1, indices(0), rows),
-        lambda: cache.scatter(1, indices(0), rows),
     ]
     for call in calls:
         refused(["group 1", "CPU cannot reach"], call)
