@@ -228,8 +228,9 @@ class SparseStoreClient(ClientLifecycle):
 
         All of a cache's block tables share it, and registering it again is nothing. It must stay where it is
         until ``unregister``, or until the client is closed. Answers whether values move to and from it without
-        a copy. Else they are staged: in shared mode where the memory is not of ``allocate``, and in remote mode
-        where the pieces of a value (the header of a framed one counts) are so small that one copy is quicker.
+        a copy. Else they are staged: in shared mode where the memory is not of ``allocate``, in remote mode where
+        the pieces of a value (the header of a framed one counts) are so small that one copy is quicker, and where
+        the native library refuses the memory, which is logged.
 
         Raises ``InvalidBufferError`` for memory that does not fit the layout, or that nothing can reach.
         """

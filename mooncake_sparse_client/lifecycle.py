@@ -225,12 +225,19 @@ class ClientLifecycle:
     async def _close(self) -> None:
         try:
             await self._transport.settle(self._timeout)
+            self._registry.close()
             # Under a call that has not ended by now, memory stays registered; a store lets go of it by itself.
             if self._transport.lane.idle:
-                async with Bound(self._timeout, "letting go of registered memory", lambda: ""):
-                    await self._registry.release()
+                await self._release()
         finally:
             await self._stack.aclose()
+
+    async def _release(self) -> None:
+        releasing = asyncio.create_task(self._registry.release())
+        _, late = await asyncio.wait([releasing], timeout=self._timeout)
+        if late:
+            raise StoreTimeoutError(f"registered memory was not let go of within {self._timeout:g} s")
+        releasing.result()
 
     @property
     def layout(self) -> KVCacheLayout:

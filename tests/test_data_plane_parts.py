@@ -350,16 +350,16 @@ async def test_an_error_reaches_all_in_its_request_and_nobody_else() -> None:
     gone.cancel()
     await turns()
     await finish(together)
-    for task in (first, second):
-        with pytest.raises(StoreError, match=r"^no$"):
-            await task
+    heard = [first.exception(), second.exception()]
+    assert [(type(error), str(error)) for error in heard] == [(StoreError, "no")] * 2
+    assert heard[0] is not heard[1]  # whoever raises one adds to its traceback
     assert store.keys[4:] == ["e"]
     await finish(*store.under_way)
     alone.let_go.set()
     await turns()
     assert gone.cancelled()
     assert [await task for task in (*others, last)] == [answers_to(gets(keys)) for keys in ("xX", "yY", "e")]
-    del task, first, second, gone, alone, together
+    del first, second, gone, alone, together, heard
     store.calls.clear()
     gc.collect()
     assert unheard == []
@@ -391,6 +391,8 @@ async def test_closing_refuses_what_waits_and_awaits_what_is_under_way() -> None
             await task
     assert gone.cancelled()
     assert not closing.done()
+    with pytest.raises(ClientClosedError, match="closed during this call"):
+        await lane.carry(gets("e"))
     await finish(*store.calls)
     await closing
     assert await under_way == answers_to(gets("a"))
@@ -403,12 +405,17 @@ async def test_closing_waits_no_longer_than_it_may() -> None:
     (task,) = await sent(lane, gets("a"))
     await lane.settle(0)
     assert not task.done()
+    assert not lane.idle
     await finish(*store.calls)
     assert await task == answers_to(gets("a"))
+    assert lane.idle
 
 
-async def test_closing_an_idle_lane_takes_no_time() -> None:
-    await lane_of(HeldStore()).settle(60)
+async def test_an_idle_lane_is_closed_at_once() -> None:
+    lane = lane_of(HeldStore())
+    assert lane.idle
+    await lane.settle(60)
+    assert lane.idle
 
 
 LIMITS = {"max_batch_bytes": 60, "max_batch_chunks": 4, "max_batch_pieces": 6}

@@ -68,7 +68,7 @@ class BufferEnd:
             return None
         room = []
         for group in range(len(self._page_sizes)):
-            chunks = [where[1] for where in self._end if where[0] == group]
+            chunks = [chunk for of, chunk in self._end if of == group and chunk >= 0]
             room.append(np.zeros(max(chunks, default=-1) + 1, dtype=np.bool_))
             room[-1][chunks] = True
         return tuple(room)

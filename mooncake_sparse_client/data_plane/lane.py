@@ -54,8 +54,7 @@ class _Request:
             elif self.task.cancelled():
                 ride.answer.cancel()
             elif error is not None:
-                # To each a copy, where there are several: whoever raises it adds to its traceback.
-                ride.answer.set_exception(error if len(self.rides) == 1 else copy.copy(error))
+                ride.answer.set_exception(error if len(self.rides) == 1 else _copied(error))
             else:
                 ride.answer.set_result(self.task.result()[first:last])
             first = last
@@ -130,8 +129,10 @@ class Lane:
     def _arrived(self, request: _Request, _: asyncio.Task[Answers]) -> None:
         self._free += 1
         self._requests.discard(request)
-        request.arrive()
-        self._start()
+        try:
+            request.arrive()
+        finally:
+            self._start()
 
     async def _ask(self, batch: Batch) -> Answers:
         answers = await (self._store.put(batch) if isinstance(batch, PlacedPuts) else self._store.get(batch))
@@ -162,6 +163,17 @@ class Lane:
                     keys.update(batch.keys)
             self._waiting.popleft()
         return rides
+
+
+def _copied(error: BaseException) -> BaseException:
+    """An error for one of several who raise it: each adds to its traceback."""
+    try:
+        own = copy.copy(error)
+    except Exception:
+        return error
+    own.__cause__, own.__context__ = error.__cause__, error.__context__
+    own.__suppress_context__ = error.__suppress_context__
+    return own.with_traceback(error.__traceback__)
 
 
 def _joined(batches: list[Batch]) -> Batch:

@@ -85,18 +85,17 @@ class DirectMover:
     async def put(self, jobs: Jobs, replace: frozenset[str]) -> Answers:
         there = np.concatenate([self._cache.has(group, jobs.chunks[run]) for group, run in jobs.runs])
         replaced = there & members(jobs.keys, replace)
-        if replaced.any():
+        if self.pieces > 1 and replaced.any():
             answers: Answers = [ABSENT] * len(jobs)
             await self._fill_in(answers, jobs, there & ~replaced, self)
             # The store replaces values in one piece: by way of a slot, which they have then.
-            refuse = self._cache.on_device and self.pieces > 1
-            stager = _Refusing() if refuse else StagedMover(self._transport, PagedEnd(self._cache))
+            stager = _Refusing() if self._cache.on_device else StagedMover(self._transport, PagedEnd(self._cache))
             await self._fill_in(answers, jobs, replaced, stager, replace)
             return answers
         if there.all():
             return await self._put(jobs, replace)
         answers = [ABSENT] * len(jobs)
-        await self._fill_in(answers, jobs, there, self)
+        await self._fill_in(answers, jobs, there, self, replace)
         return answers
 
     async def _fill_in(

@@ -47,11 +47,11 @@ class Reader:
         for number in range(_ROUNDS):
             if number or present is not hit.present:
                 arrived = progress.arrived or _blank(progress.present)
-                # A sink that was made for the hit may lack the windows of a shorter prefix: no fault of the caller's.
-                room = mover.room() if number else None
-                plan = plan_get(
-                    layout, hit.num_tokens, progress.present, arrived, local_tokens=hit.local_tokens, room=room
-                )
+                state = (layout, hit.num_tokens, progress.present, arrived)
+                plan = plan_get(*state, local_tokens=hit.local_tokens)
+                if plan.hit_length < hit.hit_length:
+                    # A sink that was made for the hit may lack the windows of a shorter one: no fault of the caller's.
+                    plan = plan_get(*state, local_tokens=hit.local_tokens, room=mover.room())
                 length, masks, missing = plan.hit_length, plan.load_masks, plan.missing
             mover.aim(masks)
             if not await self._read(hit, missing, mover, progress):

@@ -63,17 +63,18 @@ class Registry:
         except BaseException:
             await self._let_go(spans)
             raise
-        if self._closed or cache.memory in self._known:
+        known = self._known.get(cache.memory)
+        if self._closed or known is not None:
             await self._let_go(spans)  # somebody else was quicker, and holds it already
-            if self._closed:
-                raise ClientClosedError("the client was closed during this call")
-        else:
+        if self._closed:
+            raise ClientClosedError("the client was closed during this call")
+        if known is None:
             headers = bool(self._identity.value_format.header_size)
             pieces = [len(cache.piece_sizes(group)) + headers for group in range(len(cache.page_sizes))]
             gathers = max(pieces) > 1 and sum(cache.page_sizes) < self._memory.gather_bytes * sum(pieces)
             direct = direct and (cache.on_device or not gathers)
-            self._known[cache.memory] = Registered(direct, max(pieces), tuple(spans))
-        return self._known[cache.memory]
+            known = self._known[cache.memory] = Registered(direct, max(pieces), tuple(spans))
+        return known
 
     async def unregister(self, cache: PagedKVCache) -> None:
         """Let go of the memory; nothing if it is not registered. All of it, also when cancelled meanwhile."""
@@ -81,9 +82,12 @@ class Registry:
             del self._known[cache.memory]  # no call may begin with it; ``cache`` keeps it alive
             await self._let_go(known.spans)
 
-    async def release(self) -> None:
-        """Let go of everything, and take nothing more."""
+    def close(self) -> None:
+        """Take nothing more."""
         self._closed = True
+
+    async def release(self) -> None:
+        """Let go of everything."""
         await self._let_go([span for known in self._known.values() for span in known.spans])
         self._known.clear()  # not before: it keeps the memory alive
 

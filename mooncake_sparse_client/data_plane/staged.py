@@ -34,11 +34,12 @@ class StagedBatch:
         self._ride: Ride | None = None
 
     async def __aenter__(self) -> StagedBatch:
-        self._slot = await self._transport.staging.take(self._nbytes)
+        self._staging = self._transport.staging
+        self._slot = await self._staging.take(self._nbytes)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        staging, slot = self._transport.staging, self._slot
+        staging, slot = self._staging, self._slot
         task = None if self._ride is None else self._ride.under_way
         if task is None:
             staging.give_back(slot)

@@ -188,7 +188,7 @@ class Transport:
         """Slots that an event loop took with it stay out, since the store may use them: others take their place,
         if there is memory for that."""
         if not self.staging.idle:
-            with contextlib.suppress(InvalidRequestError):
+            with contextlib.suppress(InvalidRequestError, ClientClosedError):
                 staging = StagingPool(self.memory.allocate(self.limits.staging_bytes))
                 self._lost_staging.append(self.staging)
                 self.staging = staging

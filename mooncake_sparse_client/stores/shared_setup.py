@@ -72,12 +72,15 @@ def _free_memory(root: Path) -> Iterator[tuple[int, Path]]:
     # Version 1 of the kernel's groups, where the memory of a container may be the root of what it sees.
     own = re.search(r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE)
     mounted = mounted / "memory"
-    for place in {mounted, mounted / own[1] if own else mounted}:
+    group = mounted / own[1] if own else mounted
+    for place in (group, *group.parents):
         limit = _text(place / "memory.limit_in_bytes").strip()
         used = _text(place / "memory.usage_in_bytes").strip()
         if limit.isdigit() and used.isdigit():
             cached = re.search(r"^total_inactive_file (\d+)$", _text(place / "memory.stat"), re.MULTILINE)
             yield max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0)), place / "memory.limit_in_bytes"
+        if place == mounted:
+            return
 
 
 def _text(path: Path) -> str:
