@@ -365,6 +365,32 @@ async def test_an_error_reaches_all_in_its_request_and_nobody_else() -> None:
     assert unheard == []
 
 
+class OddError(StoreError):
+    """One that cannot be copied."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@pytest.mark.parametrize("error", [StoreError("no"), OddError(7, "no")])
+async def test_an_error_comes_whole(error: StoreError) -> None:
+    error.__cause__ = OSError("why")
+    store = HeldStore()
+    _, *tasks, last = await sent(lane_of(store, max_batch_chunks=2), gets("x"), gets("a"), gets("b"), gets("c"))
+    await finish(*store.calls)
+    store.calls[1].outcome = error
+    await finish(store.calls[1])
+    for task in tasks:
+        with pytest.raises(type(error), match=r"^no$") as caught:
+            await task
+        assert caught.value.__cause__ is error.__cause__
+        assert vars(caught.value) == vars(error)
+        assert "_hold" in [entry.name for entry in caught.traceback]  # where the store raised it
+    await finish(*store.under_way)
+    assert await last == answers_to(gets("c"))
+
+
 @pytest.mark.parametrize("count", [0, 2, 4])
 async def test_a_wrong_number_of_answers_is_nobodys(count: int) -> None:
     store = HeldStore()
@@ -626,8 +652,11 @@ def test_a_value_of_more_pieces_than_allowed_goes_alone() -> None:
 
 
 @quick
-@given(st.lists(st.integers(0, 1 << 40)), st.integers(1, 1 << 42), st.integers(1, 9), st.booleans())
-def test_batches_are_cut_as_one_would_by_hand(sizes: list[int], max_bytes: int, max_count: int, column: bool) -> None:
+@given(st.lists(st.integers(0, 6)), st.integers(1, 15), st.integers(1, 9), st.booleans(), st.sampled_from([1, 1 << 40]))
+def test_batches_are_cut_as_one_would_by_hand(
+    sizes: list[int], max_bytes: int, max_count: int, column: bool, unit: int
+) -> None:
+    sizes, max_bytes = [size * unit for size in sizes], max_bytes * unit
     expected: list[list[int]] = []
     for number, size in enumerate(sizes):
         last = expected[-1] if expected else []

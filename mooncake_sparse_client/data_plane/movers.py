@@ -112,7 +112,7 @@ class DirectMover:
             _place(answers, numbers, await mover.put(jobs.pick(numbers), replace))
 
     async def _put(self, jobs: Jobs, replace: frozenset[str]) -> Answers:
-        lane = self._transport.lane
+        lane, replace = self._transport.lane, replace.intersection(jobs.keys)
         if not self._format.header_size:
             return await lane.carry(PlacedPuts(*self._columns(jobs, None), replace))
         async with self._transport.staging.slot(self._format.header_size * len(jobs)) as headers:
@@ -194,7 +194,7 @@ class StagedMover:
         some = jobs.pick(numbers)
         async with StagedBatch(self._transport, some) as staged:
             await self._transport.copy(lambda: staged.fill(source.pieces))
-            stored = await staged.carry(PlacedPuts(*staged.columns(), None, replace))
+            stored = await staged.carry(PlacedPuts(*staged.columns(), None, replace.intersection(some.keys)))
         _place(answers, numbers, stored)
         return answers
 
