@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -12,14 +12,10 @@ from .core.masks import BoolArray, load_mask, read_only, store_mask
 from .core.plans import PrefixHit, lookup_questions, lookup_stages, needed_again, no_presence
 from .core.prefix import PrefixReport, explain_prefix
 from .core.results import RemoveResult
-from .data_plane.pacing import paced
 from .data_plane.transfer import Transport
 from .stores.base import RemoveOutcome
 
 Hashes: TypeAlias = tuple[bytes, ...]
-KeysOf: TypeAlias = Callable[[Sequence[bytes], int, Sequence[int]], list[str]]
-#: More keys than this are built on a thread: a microsecond each adds up for the event loop.
-_KEYS_INLINE = 1024
 
 
 class Asker:
@@ -102,7 +98,7 @@ class Asker:
     async def remove(self, hashes: Hashes, num_tokens: int, *, force: bool) -> RemoveResult:
         layout = self._identity.layout
         everything = [range(layout.align(num_tokens) // spec.block_size) for spec in layout.groups]
-        keys = await self._keys(self._identity.keys.own_keys, hashes, everything)
+        keys = await self._transport.keys(self._identity.keys.own_keys, hashes, list(enumerate(everything)))
 
         async def remove(batch: Sequence[str]) -> list[RemoveOutcome]:
             return await self._transport.store.remove(batch, force=force)
@@ -118,27 +114,11 @@ class Asker:
             leased=outcomes.count(RemoveOutcome.LEASED),
         )
 
-    async def _keys(self, build: KeysOf, hashes: Hashes, chunks: Sequence[Sequence[int]]) -> list[str]:
-        """Keys of ``chunks``, a sequence a group; very many are built on a thread."""
-
-        if sum(map(len, chunks)) <= _KEYS_INLINE:
-            return [key for group, some in enumerate(chunks) for key in build(hashes, group, some)]
-
-        def built() -> list[str]:
-            parts = [
-                (group, some[first : first + _KEYS_INLINE])
-                for group, some in enumerate(chunks)
-                for first in range(0, len(some), _KEYS_INLINE)
-            ]
-            return [key for group, some in paced(parts) for key in build(hashes, group, some)]
-
-        return await self._transport.compute(built)
-
     async def _ask(self, questions: Sequence[BoolArray], hashes: Hashes, present: Sequence[BoolArray]) -> int:
         """Set ``present`` where every rank's key is there; returns how many keys were asked for."""
         builder = self._identity.keys
         chunks = [np.flatnonzero(mask) for mask in questions]
-        keys = await self._keys(builder.ranked_keys, hashes, [some.tolist() for some in chunks])
+        keys = await self._transport.keys(builder.ranked_keys, hashes, list(enumerate(chunks)))
         if not keys:
             return 0
         answers = await self._transport.exists(keys)

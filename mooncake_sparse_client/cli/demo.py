@@ -19,7 +19,7 @@ from ..core.masks import check_retention_interval
 from ..core.presets import PRESETS, layout_for
 from ..errors import ConfigError
 from ..stores.memory import MemoryStore
-from .arguments import naming
+from .arguments import naming, write_figures
 from .replay import ReplayCounts, replay
 from .report import DemoReport
 from .simulate import ModelCounts, Policy, simulate
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.requests is not None and arguments.requests < 1:
         raise ConfigError(f"--requests must be positive, not {arguments.requests}")
     if arguments.json is not None:
-        _write(arguments.json, "")  # a replay may be long: say now that its figures have no place to go
+        write_figures(arguments.json, "")  # a replay may be long: say now that its figures have no place to go
     requests = read_trace(arguments.trace, arguments.requests) if arguments.trace else make_workload(arguments.requests)
     ChunkContent(layout)  # says so if the layout's blocks do not divide the trace's
     models = {
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = DemoReport(arguments.layout, retention, arguments.store, layout, counts, models, seconds)
     report.show()
     if arguments.json is not None:
-        _write(arguments.json, json.dumps(report.figures(), indent=2) + "\n")
+        write_figures(arguments.json, json.dumps(report.figures(), indent=2) + "\n")
     return 0 if counts.wrong_bytes == 0 else 1
 
 
@@ -79,13 +79,6 @@ def number(text: str) -> float:
     """``text`` such as 0.01 or 1/256, for argparse."""
     over, _, under = text.partition("/")
     return float(over) / float(under or 1)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
 def _retention(text: str) -> int | None:

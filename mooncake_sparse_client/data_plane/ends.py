@@ -98,8 +98,8 @@ class BufferEnd:
         return sinks.__getitem__
 
 
-class PagedEnd:
-    """Paged memory."""
+class PagedSide:
+    """What paged memory says of chunks, whether or not they are staged."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
@@ -113,10 +113,18 @@ class PagedEnd:
         self._cache.check_sink([np.flatnonzero(mask) for mask in masks])
 
     def room(self) -> tuple[BoolArray, ...] | None:
-        return with_blocks(self._cache)
+        return tuple(table >= 0 for table in self._cache.block_tables or ())
+
+    def has(self, jobs: Jobs) -> BoolArray:
+        """Which of the jobs' chunks have a block."""
+        return np.concatenate([self._cache.has(group, jobs.chunks[run]) for group, run in jobs.runs])
+
+
+class PagedEnd(PagedSide):
+    """Paged memory."""
 
     def open_source(self, jobs: Jobs) -> OpenSource:
-        there = np.concatenate([self._cache.has(group, jobs.chunks[run]) for group, run in jobs.runs])
+        there = self.has(jobs)
         return OpenSource(there, self._pieces(jobs.pick(np.flatnonzero(there))))
 
     def open_sink(self, jobs: Jobs) -> Pieces:
@@ -125,8 +133,3 @@ class PagedEnd:
     def _pieces(self, jobs: Jobs) -> Pieces:
         where = list(jobs.where())
         return lambda number: self._cache.views(*where[number])
-
-
-def with_blocks(cache: PagedKVCache) -> tuple[BoolArray, ...]:
-    """The chunks that the request's block tables have a block for."""
-    return tuple(table >= 0 for table in cache.block_tables or ())

@@ -18,7 +18,7 @@ from ..core.masks import BoolArray
 from ..paged import PagedKVCache
 from ..stores.base import Failure, PlacedGets, PlacedPuts
 from .checking import Views, checked, checksums, framed
-from .ends import End, PagedEnd, with_blocks
+from .ends import End, PagedEnd, PagedSide
 from .lane import Answers
 from .staged import StagedBatch
 from .staging import Slot
@@ -62,28 +62,17 @@ class GetMover(Protocol):
     async def get(self, jobs: Jobs) -> Answers: ...
 
 
-class DirectMover:
+class DirectMover(PagedSide):
     """To and from registered paged memory."""
 
     def __init__(self, transport: Transport, cache: PagedKVCache, pieces: int) -> None:
+        super().__init__(cache)
         self._transport = transport
-        self._cache = cache
         self._format = transport.identity.value_format
         self.pieces = pieces
-        self.chunks: dict[tuple[int, int], memoryview] = {}
-
-    def check(self, masks: Sequence[BoolArray]) -> None:
-        for group, mask in enumerate(masks):
-            self._cache.has(group, np.flatnonzero(mask))
-
-    def aim(self, masks: Sequence[BoolArray]) -> None:
-        self._cache.check_sink([np.flatnonzero(mask) for mask in masks])
-
-    def room(self) -> tuple[BoolArray, ...] | None:
-        return with_blocks(self._cache)
 
     async def put(self, jobs: Jobs, replace: frozenset[str]) -> Answers:
-        there = np.concatenate([self._cache.has(group, jobs.chunks[run]) for group, run in jobs.runs])
+        there = self.has(jobs)
         replaced = there & members(jobs.keys, replace)
         if self.pieces > 1 and replaced.any():
             answers: Answers = [ABSENT] * len(jobs)

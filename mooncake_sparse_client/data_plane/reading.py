@@ -63,11 +63,7 @@ class Reader:
 
     def nothing(self, hit: PrefixHit, reason: str) -> GetResult:
         """The answer of a store that cannot be reached, for those who count it as a miss."""
-        failures = tuple(
-            ChunkFailure(group, chunk, reason)
-            for group, mask in enumerate(hit.load_masks)
-            for chunk in np.flatnonzero(mask).tolist()
-        )
+        failures = tuple(ChunkFailure(group, chunk, reason) for group, chunk in listed(hit.load_masks))
         return GetResult(min(hit.local_tokens, hit.report.cap), failures)
 
     async def _read(self, hit: PrefixHit, missing: Sequence[BoolArray], mover: GetMover, progress: _Progress) -> bool:

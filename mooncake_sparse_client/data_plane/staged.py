@@ -6,14 +6,12 @@ import numpy as np
 
 from ..core.framing import payload_checksum
 from ..stores.base import PlacedPuts
+from ..views import copy_bytes, scatter
 from .checking import Bytes, Views, checked, framed
 from .ends import Pieces
 from .lane import Answers, Batch, Ride
 from .pacing import paced
 from .transfer import Jobs, Transport
-
-#: Bytes above which a copy is worth letting go of the interpreter's lock.
-_LARGE = 256 << 10
 
 
 class StagedBatch:
@@ -76,7 +74,7 @@ class StagedBatch:
         """Check what has arrived, and copy what is intact to where it belongs."""
 
         def copy(number: int) -> None:
-            _scatter(self._payload(number)[0], pieces(number))
+            scatter(self._payload(number)[0], pieces(number))
 
         if self._head:
             return checked(self._transport.identity, self._jobs, self._heads, self._payload, answers, copy)
@@ -98,19 +96,5 @@ class StagedBatch:
 def _gather(target: memoryview, pieces: Views) -> None:
     start = 0
     for piece in pieces:
-        _copy(target[start : start + piece.nbytes], piece)
+        copy_bytes(target[start : start + piece.nbytes], piece)
         start += piece.nbytes
-
-
-def _scatter(source: memoryview, pieces: Views) -> None:
-    start = 0
-    for piece in pieces:
-        _copy(piece, source[start : start + piece.nbytes])
-        start += piece.nbytes
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    if source.nbytes < _LARGE:
-        target[:] = source
-    else:
-        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

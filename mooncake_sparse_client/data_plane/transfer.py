@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import Limits
+from ..core.keys import Chunks
+from ..core.masks import BoolArray
 from ..core.plans import cut_batches
 from ..errors import ClientClosedError, InvalidRequestError
 from ..identity import Identity
@@ -29,7 +31,10 @@ from .staging import Budget, StagingPool
 
 T = TypeVar("T")
 Numbers: TypeAlias = NDArray[np.intp]
-BoolArray: TypeAlias = NDArray[np.bool_]
+#: ``(group, chunks)``.
+Parts: TypeAlias = Sequence[tuple[int, Chunks]]
+#: Builds the keys of one group's chunks from the block hashes.
+KeysOf: TypeAlias = Callable[[Sequence[bytes], int, Chunks], list[str]]
 _LEDGER_SIZE = 65536
 #: More chunks than this are named on a thread: some tenths of a microsecond each add up for the event loop.
 _NAMED_INLINE = 1024
@@ -146,6 +151,13 @@ def _remember(keys: OrderedDict[str, None], key: str) -> None:
         keys.popitem(last=False)
 
 
+def _keys(build: KeysOf, block_hashes: Sequence[bytes], parts: Iterable[tuple[int, Chunks]]) -> list[str]:
+    keys: list[str] = []
+    for group, chunks in parts:
+        keys += build(block_hashes, group, chunks)
+    return keys
+
+
 class Transport:
     """A client's ways to its store: batched, a bounded number at once, with threads for work on bytes."""
 
@@ -197,24 +209,25 @@ class Transport:
     def jobs(self, block_hashes: Sequence[bytes], groups: Numbers, chunks: Numbers) -> Jobs:
         """The chunks with the own rank's keys."""
         runs = runs_of(groups)
-        keys: list[str] = []
-        for group, run in runs:
-            keys += self.identity.keys.own_keys(block_hashes, group, chunks[run])
-        return Jobs(groups, chunks, keys, runs)
+        parts = [(group, chunks[run]) for group, run in runs]
+        return Jobs(groups, chunks, _keys(self.identity.keys.own_keys, block_hashes, parts), runs)
 
     async def many_jobs(self, block_hashes: Sequence[bytes], groups: Numbers, chunks: Numbers) -> Jobs:
-        """``jobs``; very many are named on a thread, in turns."""
-        if len(groups) <= _NAMED_INLINE:
-            return self.jobs(block_hashes, groups, chunks)
+        """``jobs``, of any number."""
+        runs = runs_of(groups)
+        parts = [(group, chunks[run]) for group, run in runs]
+        return Jobs(groups, chunks, await self.keys(self.identity.keys.own_keys, block_hashes, parts), runs)
 
-        def named() -> Jobs:
-            keys: list[str] = []
-            for start in paced(range(0, len(groups), _NAMED_INLINE)):
-                part = slice(start, start + _NAMED_INLINE)
-                keys += self.jobs(block_hashes, groups[part], chunks[part]).keys
-            return Jobs(groups, chunks, keys, runs_of(groups))
-
-        return await self.compute(named)
+    async def keys(self, build: KeysOf, block_hashes: Sequence[bytes], parts: Parts) -> list[str]:
+        """The keys of the parts one after another; very many are built on a thread, in turns."""
+        if sum(len(chunks) for _, chunks in parts) <= _NAMED_INLINE:
+            return _keys(build, block_hashes, parts)
+        turns = [
+            (group, chunks[first : first + _NAMED_INLINE])
+            for group, chunks in parts
+            for first in range(0, len(chunks), _NAMED_INLINE)
+        ]
+        return await self.compute(lambda: _keys(build, block_hashes, paced(turns)))
 
     async def compute(self, call: Callable[[], T]) -> T:
         """Hash or name very much on a thread; it is over when this returns or raises."""

@@ -146,7 +146,6 @@ class PutStep:
     async def _write_batch(self, part: _Part, claim: Claim) -> None:
         damaged = self._replaced(part)
         replace = frozenset(part.pick(damaged).jobs.keys) if damaged.any() else frozenset[str]()
-
         answers = await self._mover.put(part.jobs, replace)
         if not any(answers) and not self._confirm:
             self._settle_written(part, replace, claim)

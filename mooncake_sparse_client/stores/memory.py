@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..core.results import Health
 from ..errors import ClientClosedError, ConfigError
+from ..views import scatter
 from .base import Failure, GetItem, PutItem, RemoveOutcome, check_distinct, check_items
 from .regions import HeapMemory, StoreMemory
 
@@ -110,11 +111,7 @@ class MemoryStore:
         wanted = sum(buffer.nbytes for buffer in item.buffers)
         if wanted != len(value):
             return Failure("length", False, f"{item.key!r} has {len(value)} bytes, not {wanted}")
-        offset = 0
-        for buffer in item.buffers:
-            if buffer.nbytes:
-                buffer.cast("B")[:] = value[offset : offset + buffer.nbytes]
-            offset += buffer.nbytes
+        scatter(memoryview(value), item.buffers)
         return None
 
     def _drop(self, key: str) -> bool:

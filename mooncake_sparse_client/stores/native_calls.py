@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ..errors import InvalidRequestError
 from ..replication import Replication
-from ..views import view_at
+from ..views import scatter, view_at
 from . import native_codes as codes
 from .base import Failure, GetItem, PlacedGets, PlacedPuts, Places, PutItem
 from .native import NativeStore, native_replication
@@ -157,7 +157,7 @@ def copy_out(items: Sequence[GetItem], pieces: Sequence[memoryview], answer: Seq
     if len(answer) == len(items):  # else the caller reports it
         for item, piece, missing in zip(items, pieces, answer, strict=True):
             if missing is None:
-                _scatter(piece, item.buffers)
+                scatter(piece, item.buffers)
 
 
 def _by_way_of(items: Sequence[PutItem] | Sequence[GetItem], memory: StoreMemory) -> tuple[Places, list[memoryview]]:
@@ -172,11 +172,3 @@ def _by_way_of(items: Sequence[PutItem] | Sequence[GetItem], memory: StoreMemory
         sum(sizes),
     )
     return places, [region.view[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
-def _scatter(value: memoryview, buffers: Sequence[memoryview]) -> None:
-    start = 0
-    for buffer in buffers:
-        if buffer.nbytes:
-            buffer.cast("B")[:] = value[start : start + buffer.nbytes]
-        start += buffer.nbytes

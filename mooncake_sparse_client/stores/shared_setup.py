@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..config import MooncakeConfig
 from ..config_values import address_parts
@@ -21,6 +21,25 @@ from .native import NativeStore, host_allocator
 from .regions import MemoryPool
 
 _ROOT: Final = Path("/")
+
+
+class _Groups(NamedTuple):
+    """Where one version of the kernel's control groups says what memory a process may take."""
+
+    own: str
+    mounted: str
+    limit: str
+    used: str
+    cached: str
+
+
+_GROUPS: Final = (
+    _Groups(r"^0::/(.*)$", "", "memory.max", "memory.current", "inactive_file"),
+    _Groups(
+        r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(.*)$",
+        *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ),
+)
 _MISSING_KEY: Final = "mooncake-sparse-client:nothing has this key"
 _HOW_TO: Final = (
     "it must run on this host and in this process's network namespace; `python -m mooncake_sparse_client serve` "
@@ -58,29 +77,18 @@ def _free_memory(root: Path) -> Iterator[tuple[int, Path]]:
     machine = root / "proc/meminfo"
     if found := re.search(r"^MemAvailable:\s*(\d+) kB", _text(machine), re.MULTILINE):
         yield int(found[1]) * 1024, machine
-    mounted = root / "sys/fs/cgroup"
-    own = re.search(r"^0::/(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE)
-    group = mounted / own[1] if own else mounted
-    for place in (group, *group.parents):
-        limit, used = _text(place / "memory.max").strip(), _text(place / "memory.current").strip()
-        if limit.isdigit() and used.isdigit():
-            # Pages of files that nobody uses make way.
-            cached = re.search(r"^inactive_file (\d+)$", _text(place / "memory.stat"), re.MULTILINE)
-            yield max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0)), place / "memory.max"
-        if place == mounted:
-            break
-    # Version 1 of the kernel's groups, where the memory of a container may be the root of what it sees.
-    own = re.search(r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE)
-    mounted = mounted / "memory"
-    group = mounted / own[1] if own else mounted
-    for place in (group, *group.parents):
-        limit = _text(place / "memory.limit_in_bytes").strip()
-        used = _text(place / "memory.usage_in_bytes").strip()
-        if limit.isdigit() and used.isdigit():
-            cached = re.search(r"^total_inactive_file (\d+)$", _text(place / "memory.stat"), re.MULTILINE)
-            yield max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0)), place / "memory.limit_in_bytes"
-        if place == mounted:
-            return
+    for kind in _GROUPS:
+        mounted = root / "sys/fs/cgroup" / kind.mounted
+        own = re.search(kind.own, _text(root / "proc/self/cgroup"), re.MULTILINE)
+        group = mounted / own[1] if own else mounted
+        for place in (group, *group.parents):
+            limit, used = _text(place / kind.limit).strip(), _text(place / kind.used).strip()
+            if limit.isdigit() and used.isdigit():
+                # Pages of files that nobody uses make way.
+                cached = re.search(rf"^{kind.cached} (\d+)$", _text(place / "memory.stat"), re.MULTILINE)
+                yield max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0)), place / kind.limit
+            if place == mounted:
+                break
 
 
 def _text(path: Path) -> str:
