@@ -29,7 +29,10 @@ async def settled(answer: asyncio.Future[T], on_cancel: Callable[[], object] | N
     if cancelled is not None:
         if not answer.cancelled():
             answer.exception()  # seen; the cancellation is what the caller asked for
-        raise cancelled
+        try:
+            raise cancelled
+        finally:
+            del cancelled  # a frame that knows its own error keeps all of the call's memory until a collection
     return answer.result()
 
 
@@ -87,7 +90,11 @@ async def run_all(calls: Iterable[Coroutine[None, None, T]]) -> list[T]:
         task.add_done_callback(stop_others)
     answers = await settled(asyncio.gather(*tasks, return_exceptions=True), stop)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
-    if errors:
+    if not errors:
+        return [task.result() for task in tasks]
+    try:
         # What was cancelled for an error says nothing: the error itself goes first.
         raise min(errors, key=lambda error: isinstance(error, asyncio.CancelledError))
-    return [task.result() for task in tasks]
+    finally:
+        tasks.clear()  # they know the error too: see ``settled``
+        del answers, errors

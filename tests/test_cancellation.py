@@ -4,6 +4,7 @@ where calls in flight end."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -633,6 +634,32 @@ async def test_a_cancelled_put_to_the_native_store_stores_nothing_else(
             assert (await client.get(sequence)).hit_length == 48
             await client.remove(sequence, force=True)
     assert cut >= 2
+
+
+async def test_a_cancelled_calls_memory_comes_back_without_a_garbage_collection(
+    mooncake_store: MooncakeStore, fresh: str
+) -> None:
+    """A client's staging memory is large: errors that kept it until some collection would exhaust the pool."""
+    pool = mooncake_store.memory._pool
+    assert pool is not None
+    gc.collect()
+    free, dice, cut = pool.free_bytes, random.Random(7), 0
+    gc.disable()
+    try:
+        for number in range(6):
+            async with client_of(mooncake_store, LARGE, model_name=f"{fresh}-{number}") as client:
+                sequence = client.sequence(range(49))
+
+                async def pause() -> None:
+                    await asyncio.sleep(dice.random() * 0.006)
+
+                cut += await cancelled_after(client.put(sequence, source_for(LARGE)), pause)
+                cut += await cancelled_after(client.get(sequence), pause)
+            del client
+            assert pool.free_bytes == free
+    finally:
+        gc.enable()
+    assert cut >= 3
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -264,6 +264,22 @@ def test_memory_that_a_finalizer_still_uses_is_not_given_out() -> None:
     assert pool.free_bytes == 200
 
 
+def test_a_full_pool_looks_for_garbage_before_it_refuses() -> None:
+    class Ring:
+        def __init__(self, region: Region) -> None:
+            self.region, self.me = region, self
+
+    pool = MemoryPool(bytearray(8 * 4096))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            Ring(pool.allocate(8 * 4096))
+            assert pool.free_bytes == 0
+    finally:
+        gc.enable()
+
+
 def test_garbage_may_come_back_in_the_midst_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector runs where it likes; here, in ``allocate`` while that holds the pool."""
     pool = MemoryPool(bytearray(400), alignment=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import threading
 import weakref
@@ -144,8 +145,8 @@ class MemoryPool:
     """One piece of memory, given out in parts that come back by themselves.
 
     A part is free again when nothing refers to a view of it any more: neither the ``Region`` nor slices, arrays or
-    tensors made from it. (What only a reference cycle holds goes with the next garbage collection.) Parts outlive
-    the pool. Any thread may allocate and let go.
+    tensors made from it. (What only a reference cycle holds goes with the next garbage collection, which
+    ``allocate`` asks for when it finds no room.) Parts outlive the pool. Any thread may allocate and let go.
 
     ``base``: what the memory belongs to; any object with a writable, contiguous buffer. ``on_unused`` is called once
     nobody can reach the memory any more, the pool and all views being gone, to free what Python does not. It may be
@@ -198,19 +199,25 @@ class MemoryPool:
         Raises ``InvalidRequestError`` where no gap is large enough.
         """
         nbytes = _wanted(nbytes)
-        with self._lock:
-            self._collect()
-            offset = self._space.take(nbytes)
-            if offset is None:
-                raise InvalidRequestError(
-                    f"{nbytes} bytes were asked of a memory pool of {self.nbytes}, whose largest gap has "
-                    f"{self._space.largest_gap} ({self._space.free_bytes} are free in all); let go of parts of it, "
-                    "or give the store a larger pool_size"
-                )
+        offset = self._take(nbytes)
+        if offset is None:
+            gc.collect()  # takes a moment, but parts that only reference cycles hold are nobody's
+            offset = self._take(nbytes)
+        if offset is None:
+            raise InvalidRequestError(
+                f"{nbytes} bytes were asked of a memory pool of {self.nbytes}, whose largest gap has "
+                f"{self._space.largest_gap} ({self._space.free_bytes} are free in all); let go of parts of it, "
+                "or give the store a larger pool_size"
+            )
         # An array of its own over a view: views of views lead to it, not past it to the pool's.
         part = np.frombuffer(self._memory.view[offset : offset + nbytes], dtype=np.uint8)
         weakref.finalize(part, self._returned.append, offset).atexit = False
         return _region(part)
+
+    def _take(self, nbytes: int) -> int | None:
+        with self._lock:
+            self._collect()
+            return self._space.take(nbytes)
 
     def _collect(self) -> None:
         while self._returned:
