@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 import reprlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal, TypeAlias, get_args
 
-import cbor2
 import msgpack
 import numpy as np
 import xxhash
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from ..checks import items_of, plain_text, whole_number
 from ..errors import InvalidHasherError, InvalidTokensError
+from .encoding import CBOR, PICKLE, ObjectEncoding, TokenArray
 
 HashAlgorithm: TypeAlias = Literal["sha256_packed", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 ALGORITHMS: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
@@ -36,26 +36,20 @@ BlockExtra: TypeAlias = tuple[ExtraKey, ...] | None
 VLLM_DEFAULT_SEED = "vllm-none-hash"
 _PACKED_LIMIT = 1 << 32
 _VLLM_LIMIT = 1 << 63
+#: Tokens encoded at once: few enough to stay in the processor's cache.
+_RUN_TOKENS = 1 << 14
 
 
 def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _pickled(value: object) -> bytes:
-    return pickle.dumps(value, protocol=5)
-
-
-def _canonical_cbor(value: object) -> bytes:
-    return cbor2.dumps(value, canonical=True)
-
-
 #: vLLM's algorithms: how an object becomes bytes, and bytes a digest.
-_VLLM: Mapping[str, tuple[Callable[[object], bytes], Callable[[bytes], bytes]]] = {
-    "sha256": (_pickled, _sha256),
-    "sha256_cbor": (_canonical_cbor, _sha256),
-    "xxhash": (_pickled, xxhash.xxh3_128_digest),
-    "xxhash_cbor": (_canonical_cbor, xxhash.xxh3_128_digest),
+_VLLM: Mapping[str, tuple[ObjectEncoding, Callable[[bytes], bytes]]] = {
+    "sha256": (PICKLE, _sha256),
+    "sha256_cbor": (CBOR, _sha256),
+    "xxhash": (PICKLE, xxhash.xxh3_128_digest),
+    "xxhash_cbor": (CBOR, xxhash.xxh3_128_digest),
 }
 
 
@@ -120,50 +114,67 @@ class BlockHasher:
             raise InvalidTokensError(f"extra_keys must have one entry a full block: {count}, not {len(extra_keys)}")
         if parent is not None and (not isinstance(parent, bytes) or len(parent) != len(self.none_hash)):
             raise InvalidTokensError(f"parent must be a digest of {len(self.none_hash)} bytes, not {parent!r}")
-        extras: Sequence[BlockExtra] = (
-            [_literal_extra(extra) for extra in extra_keys] if extra_keys is not None else [None] * count
-        )
-        start = self.none_hash if parent is None else parent
-        if self.algorithm == "sha256_packed":
-            return self._hash_packed(ids, extras, start)
-        return self._hash_objects(ids, extras, start)
+        extras = [] if extra_keys is None else _literal_extras(extra_keys)
+        parent = self.none_hash if parent is None else parent
+        hash_run = self._hash_packed if self.algorithm == "sha256_packed" else self._hash_objects
+        blocks_a_run = max(_RUN_TOKENS // self.block_size, 1)
+        hashes: list[bytes] = []
+        for first in range(0, count, blocks_a_run):
+            run = slice(first, min(first + blocks_a_run, count))
+            tokens = ids[run.start * self.block_size : run.stop * self.block_size]
+            hashes += hash_run(tokens, extras[run], parent)
+            parent = hashes[-1]
+        return tuple(hashes)
 
     def _first_hash(self) -> bytes:
         if self.algorithm == "sha256_packed":
             return _sha256(f"mooncake-sparse-client:1:{self.block_size}:{self.seed}".encode())
-        encode, digest = _VLLM[self.algorithm]
-        return digest(encode(self.seed))
+        encoding, digest = _VLLM[self.algorithm]
+        return digest(encoding.encode(self.seed))
 
-    def _hash_packed(self, ids: NDArray[np.int64], extras: Sequence[BlockExtra], parent: bytes) -> tuple[bytes, ...]:
-        # The whole prompt is packed once; a block is then a slice, no object a token.
-        packed = memoryview(ids.astype("<u4").tobytes())
-        width = 4 * self.block_size
-        hashes = []
+    def _hash_packed(self, ids: TokenArray, extras: Sequence[BlockExtra], parent: bytes) -> list[bytes]:
+        packed = ids.astype("<u4", copy=False).tobytes()
+        # NumPy cuts a string into equal parts several times as fast as slices do.
+        blocks: list[bytes] = np.frombuffer(packed, dtype=np.dtype((np.void, 4 * self.block_size))).tolist()
         for number, extra in enumerate(extras):
-            state = hashlib.sha256(parent)
-            state.update(packed[number * width : (number + 1) * width])
             if extra is not None:
-                state.update(msgpack.packb(extra))
+                blocks[number] += msgpack.packb(extra)
+        # A copy of a state costs less than a new one.
+        fresh, hashes = hashlib.sha256().copy, []
+        for block in blocks:
+            state = fresh()
+            state.update(parent)
+            state.update(block)
             parent = state.digest()
             hashes.append(parent)
-        return tuple(hashes)
+        return hashes
 
-    def _hash_objects(self, ids: NDArray[np.int64], extras: Sequence[BlockExtra], parent: bytes) -> tuple[bytes, ...]:
-        encode, digest = _VLLM[self.algorithm]
-        tokens = ids.tolist()
-        hashes = []
-        for number, extra in enumerate(extras):
-            block = tuple(tokens[number * self.block_size : (number + 1) * self.block_size])
-            parent = digest(encode((parent, block, extra)))
-            hashes.append(parent)
-        return tuple(hashes)
+    def _hash_objects(self, ids: TokenArray, extras: Sequence[BlockExtra], parent: bytes) -> list[bytes]:
+        encoding, digest = _VLLM[self.algorithm]
+        size, hashes = self.block_size, []
+        if not any(extras) and encoding.writes_at_once(ids, size):
+            for before, behind in zip(*encoding.around_parents(ids, size, len(parent)), strict=True):
+                parent = digest(before + parent + behind)
+                hashes.append(parent)
+        else:
+            tokens = tuple(ids.tolist())
+            for number, extra in enumerate(extras or [None] * (len(ids) // size)):
+                block = tokens[number * size : (number + 1) * size]
+                parent = digest(encoding.encode((parent, block, extra)))
+                hashes.append(parent)
+        return hashes
 
 
-def token_array(token_ids: TokenIds, *, limit: int = _VLLM_LIMIT) -> NDArray[np.int64]:
-    """``token_ids`` (a list, array or NumPy array of non-negative ints below ``limit``) as int64.
+def token_array(token_ids: TokenIds, *, limit: int = _VLLM_LIMIT) -> TokenArray:
+    """``token_ids`` (a list, array or NumPy array of non-negative ints below ``limit``) as uint32 or int64.
 
     Raises ``InvalidTokensError`` and says which id is at fault.
     """
+    if isinstance(token_ids, list | tuple) and token_ids and not isinstance(token_ids[0], bool | np.bool_):
+        # Several times as fast as NumPy, and refuses what is no int from 0 to 2^32 - 1. What it cannot take is
+        # looked at below; so is a list that starts with a bool, since one of bools alone is no list of ids.
+        with suppress(TypeError, ValueError, OverflowError):
+            return np.frombuffer(array("I", token_ids), dtype=np.uint32)
     try:
         ids = np.asarray(token_ids)
     except (ValueError, TypeError, OverflowError) as error:
@@ -174,9 +185,11 @@ def token_array(token_ids: TokenIds, *, limit: int = _VLLM_LIMIT) -> NDArray[np.
         )
     if ids.size == 0:
         return np.empty(0, dtype=np.int64)
-    # Below the limit every id fits int64; compare before the cast, which would wrap a huge unsigned id.
+    # Below the limit every id fits; compare before the cast, which would wrap a huge unsigned id.
     fits = ids.dtype.kind in "iu" and int(ids.max()) < limit and (ids.dtype.kind == "u" or int(ids.min()) >= 0)
-    return ids.astype(np.int64, copy=False) if fits else _one_by_one(token_ids, limit)
+    if not fits:
+        return _one_by_one(token_ids, limit)
+    return ids.astype(np.uint32, copy=False) if limit <= _PACKED_LIMIT else ids.astype(np.int64, copy=False)
 
 
 def _one_by_one(token_ids: TokenIds, limit: int) -> NDArray[np.int64]:
@@ -204,6 +217,14 @@ def _resolve_seed(algorithm: HashAlgorithm, seed: str | None) -> str:
             "same secret text in every process"
         )
     return VLLM_DEFAULT_SEED if seed is None else seed
+
+
+def _literal_extras(extra_keys: Sequence[Sequence[Sequence[str | int | bytes]] | None]) -> list[BlockExtra]:
+    """``_literal_extra`` of each; what many blocks share is checked once."""
+    entries = list(extra_keys)  # keeps them alive, so that each has an identity of its own
+    marks = list(map(id, entries))
+    literal = {mark: _literal_extra(extra) for mark, extra in dict(zip(marks, entries, strict=True)).items()}
+    return [literal[mark] for mark in marks]
 
 
 def _literal_extra(extra: Sequence[Sequence[str | int | bytes]] | None) -> BlockExtra:

@@ -45,6 +45,20 @@ class SequenceTraits:
             keys.append(("prompt_embeds", digest))
         return tuple(keys) or None
 
+    def extra_keys_of(self, blocks: range, block_size: int) -> list[BlockExtra]:
+        """The extra keys of hash blocks in a row; blocks that only a LoRA names share one object."""
+        if self.embed_digests is not None:
+            return [self.extra_keys(block, block_size) for block in blocks]
+        others: BlockExtra = None if self.lora is None else (("lora", *self.lora),)
+        keys = [others] * len(blocks)
+        touched = {0} if self.cache_salt is not None and 0 in blocks else set()
+        for _, offset, length in self.multimodal:
+            first, end = offset // block_size, -(-(offset + length) // block_size)
+            touched.update(range(max(first, blocks.start), min(end, blocks.stop)))
+        for block in touched:
+            keys[block - blocks.start] = self.extra_keys(block, block_size)
+        return keys
+
 
 class TokenSequence:
     """Token ids that are hashed once and may grow.
@@ -74,8 +88,9 @@ class TokenSequence:
             multimodal=_checked_multimodal(multimodal),
             embed_digests=_digest_embeds(prompt_embeds, hasher.block_size),
         )
-        self._ids = array("q")
-        self._hashes: list[bytes] = []
+        # What the ids need; the packed kind's are hashed as they lie.
+        self._ids = array("I" if hasher.token_limit <= 1 << 32 else "q")
+        self._hashes: tuple[bytes, ...] = ()
         # A long prompt may be hashed on a worker thread while its owner extends it, and is hashed once.
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
@@ -114,13 +129,13 @@ class TokenSequence:
             with self._lock:
                 new_ids = self._ids[done * size : len(self._ids) // size * size]
             self._hashes += self._hash(new_ids, done, self._hashes[-1] if done else None)
-            return tuple(self._hashes)
+            return self._hashes
 
     def extend(self, token_ids: TokenIds) -> None:
         """Append ids (generated tokens, the next turn). What was hashed is not hashed again."""
         ids = token_array(token_ids, limit=self._hasher.token_limit)
         with self._lock:
-            self._ids.frombytes(ids.tobytes())
+            self._ids.frombytes(ids.astype(self._ids.typecode, copy=False).tobytes())
 
     def _hash(self, ids: array[int], first_block: int, parent: bytes | None) -> tuple[bytes, ...]:
         """The digests of ``ids``, whole blocks of which the first is ``first_block``."""
@@ -129,7 +144,7 @@ class TokenSequence:
         size, extras = self._hasher.block_size, None
         if self._traits != _NOTHING_ELSE:
             blocks = range(first_block, first_block + len(ids) // size)
-            extras = [self._traits.extra_keys(block, size) for block in blocks]
+            extras = self._traits.extra_keys_of(blocks, size)
         return self._hasher.hash_blocks(ids, extra_keys=extras, parent=parent)
 
 

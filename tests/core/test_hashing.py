@@ -229,3 +229,35 @@ def test_text_of_another_class_hashes_as_text(algorithm: Any, text: str) -> None
     hasher = BlockHasher(1, algorithm, "seed")
     plain = hasher.hash_blocks([1], extra_keys=[(("cache_salt", "tenant-a"),)])
     assert hasher.hash_blocks([1], extra_keys=[(("cache_salt", text),)]) == plain
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_packed", *VLLM])
+@pytest.mark.parametrize("form", [list, tuple])
+@pytest.mark.parametrize("bad", [-1, 2.0, 1.5, None, "7", 2**63, 2**200, np.float32(3), np.int64(-5), b"7"])
+def test_the_place_of_one_bad_id_among_thousands(algorithm: Any, form: Any, bad: Any) -> None:
+    tokens: list[Any] = list(range(5000))
+    tokens[3210] = bad
+    with pytest.raises(InvalidTokensError, match=r"token_ids\[3210\] is"):
+        BlockHasher(4, algorithm, "seed").hash_blocks(form(tokens))
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_packed", *VLLM])
+def test_text_nested_lists_and_generators_are_no_ids(algorithm: Any) -> None:
+    hasher = BlockHasher(4, algorithm, "seed")
+    for tokens in ([[1]] * 1000, [b"a"] * 1000, "1" * 1000, b"1" * 1000, (token for token in range(1000))):
+        with pytest.raises(InvalidTokensError, match="token_ids"):
+            hasher.hash_blocks(tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_packed", *VLLM])
+def test_extra_keys_that_several_blocks_share_count_on_each(algorithm: Any) -> None:
+    hasher = BlockHasher(2, algorithm, "seed")
+    shared, tokens = (("lora", "name", "name"),), list(range(8))
+    apart: list[Any] = [[["lora", "name", "name"]] for _ in range(3)]
+    keys: list[Any] = [shared, shared, None, shared]
+    assert hasher.hash_blocks(tokens, extra_keys=keys) == hasher.hash_blocks(
+        tokens, extra_keys=[*apart[:2], None, apart[2]]
+    )
+    assert hasher.hash_blocks(tokens, extra_keys=keys) != hasher.hash_blocks(tokens, extra_keys=[shared] * 4)
+    with pytest.raises(InvalidTokensError, match="True"):
+        hasher.hash_blocks(tokens, extra_keys=[(("a", 1),), (("a", True),), None, None])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Traits, quick, traits
 
 from mooncake_sparse_client import BlockHasher, TokenSequence
 from mooncake_sparse_client.core.sequence import SequenceTraits
@@ -102,6 +106,19 @@ def test_extra_keys_of_a_block() -> None:
     assert [traits.extra_keys(block, 4) for block in (1, 2, 3)] == [(("mm", "image", 2),), (("mm", "image", -2),), None]
 
 
+@quick
+@given(traits(80), st.integers(1, 9), st.integers(0, 12), st.integers(0, 12))
+def test_extra_keys_of_many_blocks_are_those_of_each(what: Traits, size: int, first: int, count: int) -> None:
+    made = SequenceTraits(
+        lora=what.lora,
+        cache_salt=what.cache_salt,
+        multimodal=tuple(what.multimodal),
+        embed_digests=None if what.prompt_embeds is None else (b"one", b"two"),
+    )
+    blocks = range(first, first + count)
+    assert made.extra_keys_of(blocks, size) == [made.extra_keys(block, size) for block in blocks]
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -191,6 +208,58 @@ def test_growing_hashes_only_the_new_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     assert sequence.block_hashes == original(HASHER, range(17))
     assert hashed == [8, 8]
     assert sequence.unhashed_tokens == 1
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_packed", "sha256", "xxhash_cbor"])
+def test_hashes_that_are_known_are_handed_out_again(algorithm: Any) -> None:
+    hasher = BlockHasher(4, algorithm, "seed")
+    sequence = TokenSequence(hasher, list(range(5000)))
+    first = sequence.block_hashes
+    assert sequence.block_hashes is first
+    sequence.extend([5000])
+    assert sequence.block_hashes is first
+    sequence.extend([5001, 5002, 5003])
+    assert first == hasher.hash_blocks(range(5000))
+    assert sequence.block_hashes == hasher.hash_blocks(range(5004))
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+def test_vllm_ids_may_need_63_bits(algorithm: Any) -> None:
+    hasher, tokens = BlockHasher(4, algorithm, "seed"), [2**63 - 1, 2**32, 2**31, 7]
+    sequence = TokenSequence(hasher, [1, 2, 3, 4])
+    sequence.extend(tokens)
+    sequence.extend(np.array(tokens, dtype=np.uint64))
+    assert sequence.token_ids.dtype == np.int64
+    assert sequence.token_ids.tolist() == [1, 2, 3, 4, *tokens, *tokens]
+    assert sequence.block_hashes == hasher.hash_blocks([1, 2, 3, 4, *tokens, *tokens])
+
+
+def test_packed_ids_may_need_32_bits() -> None:
+    tokens = [2**32 - 1, 2**31, 0, 7]
+    for form in (tokens, np.array(tokens, dtype=np.uint32), np.array(tokens, dtype=np.uint32)[::-1]):
+        sequence = TokenSequence(HASHER, form)
+        assert sequence.token_ids.dtype == np.int64
+        assert sequence.token_ids.tolist() == list(form)
+        assert sequence.block_hashes == HASHER.hash_blocks(form)
+
+
+def test_threads_that_look_while_it_grows_agree() -> None:
+    sequence, seen = TokenSequence(HASHER, []), []
+
+    def look() -> None:
+        while len(sequence) < 4000:
+            seen.append(sequence.block_hashes)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for start in range(0, 4000, 10):
+        sequence.extend(list(range(start, start + 10)))
+    for thread in threads:
+        thread.join()
+    whole = HASHER.hash_blocks(range(4000))
+    assert sequence.block_hashes == whole
+    assert all(hashes == whole[: len(hashes)] for hashes in seen)
 
 
 def test_a_sequence_shows_its_size_and_not_its_tokens() -> None:
