@@ -19,7 +19,9 @@ a draft window differ from vLLM 0.32.0 on purpose (see ``docs/concepts.md``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,33 +32,33 @@ from .layout import ChunkedLocalAttentionSpec, FullAttentionSpec, GroupSpec, KVC
 
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
+#: One number, or many.
+Tokens = TypeVar("Tokens", int, IntArray)
 
 
-def needed_ranges(spec: GroupSpec, boundaries: IntArray, *, margin: bool = True) -> tuple[IntArray, IntArray]:
-    """First needed chunk and one past the last, for each of ``boundaries`` (tokens, positive, aligned).
+def needed_ranges(spec: GroupSpec, boundaries: Tokens, *, margin: bool = True) -> tuple[Tokens, Tokens]:
+    """First needed chunk and one past the last, for each of ``boundaries`` (tokens, positive, aligned), or for one.
 
     ``margin``: with the draft margin where the spec has one; loads go without.
     """
     ends = boundaries // spec.block_size
     extra = 1 if margin and spec.eagle else 0
     if isinstance(spec, FullAttentionSpec):
-        return np.zeros_like(ends), ends + extra
+        return ends * 0, ends + extra
     if isinstance(spec, ChunkedLocalAttentionSpec):
         size = spec.attention_chunk_size
         return boundaries // size * size // spec.block_size, ends
     if isinstance(spec, MambaSpec):
         return ends - 1, ends
-    if spec.window_chunks == 0:
+    window = spec.window_chunks
+    if window == 0:
         return ends, ends
-    return np.maximum(ends - spec.window_chunks, 0), ends + extra
+    return (ends - window) * (ends > window), ends + extra
 
 
 def needed_chunks(spec: GroupSpec, hit_length: int, *, margin: bool = True) -> range:
     """The chunks of one group that a hit of ``hit_length`` tokens needs; none at 0."""
-    if hit_length == 0:
-        return range(0)
-    starts, stops = needed_ranges(spec, np.array([hit_length], dtype=np.int64), margin=margin)
-    return range(int(starts[0]), int(stops[0]))
+    return range(*needed_ranges(spec, hit_length, margin=margin)) if hit_length else range(0)
 
 
 def check_retention_interval(layout: KVCacheLayout, retention_interval: int | None) -> int | None:
@@ -132,22 +134,33 @@ def periodic_mask(layout: KVCacheLayout, spec: GroupSpec, count: int, interval: 
     end. ``interval`` in tokens, checked; None: every multiple of the alignment."""
     if isinstance(spec, FullAttentionSpec):
         return np.ones(count, dtype=np.bool_)
-    chunks = np.arange(count, dtype=np.int64)
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        # If any boundary needs a chunk, the first aligned one at or behind its end does.
-        first = -(-(chunks + 1) * spec.block_size // layout.alignment) * layout.alignment
-        run = chunks * spec.block_size // spec.attention_chunk_size
-        return np.equal(first // spec.attention_chunk_size, run)
-    if interval == 0:
+        return _chunked_mask(layout, spec, count)
+    below = 1 if isinstance(spec, MambaSpec) else spec.window_chunks
+    if interval == 0 or below == 0:
         return np.zeros(count, dtype=np.bool_)
     period = (layout.alignment if interval is None else interval) // spec.block_size
-    if isinstance(spec, MambaSpec):
-        return np.equal((chunks + 1) % period, 0)
-    if spec.window_chunks == 0:
-        return np.zeros(count, dtype=np.bool_)
-    # The first boundary whose margin reaches up to the chunk; boundary 0 is none.
-    first = np.maximum((chunks - int(spec.eagle)) // period + 1, 1) * period
-    return np.less_equal(first, chunks + min(spec.window_chunks, period))  # wider ones keep every chunk too
+    if below >= period:  # each window reaches back to the boundary before
+        return np.ones(count, dtype=np.bool_)
+    mask = np.zeros(count, dtype=np.bool_)
+    # From the first window on, since boundary 0 has none, every period starts with a window and its margin.
+    windows = mask[period - below :]
+    whole = len(windows) // period * period
+    for part in (windows[:whole].reshape(-1, period), windows[whole:]):
+        part[..., : below + int(spec.eagle)] = True
+    return mask
+
+
+def _chunked_mask(layout: KVCacheLayout, spec: ChunkedLocalAttentionSpec, count: int) -> BoolArray:
+    """The first ``count`` chunks of a chunked local group that multiples of the alignment need."""
+    size, run, alignment = spec.block_size, spec.attention_chunk_size, layout.alignment
+    # Runs and boundaries fall together again after their least common multiple.
+    period = min(math.lcm(run, alignment) // size, count)
+    chunks = np.arange(period, dtype=np.int64)
+    # If any boundary needs a chunk, the first aligned one at or behind its end does.
+    first = -(-(chunks + 1) * size // alignment) * alignment
+    needed = np.equal(first // run, chunks * size // run)
+    return np.tile(needed, -(-count // max(period, 1)))[:count]
 
 
 def load_mask(layout: KVCacheLayout, hit_length: int, *, local_tokens: int = 0) -> tuple[BoolArray, ...]:
