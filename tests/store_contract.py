@@ -15,7 +15,7 @@ import asyncio
 import random
 import uuid
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 import pytest
@@ -23,7 +23,6 @@ import pytest
 from mooncake_sparse_client.core.results import Health
 from mooncake_sparse_client.errors import ClientClosedError, InvalidBufferError, InvalidRequestError
 from mooncake_sparse_client.stores.base import Failure, GetItem, PutItem, RemoveOutcome, Store
-from mooncake_sparse_client.stores.regions import StoreMemory
 
 OpenStore: TypeAlias = Callable[[], Awaitable[Store]]
 MIB = 1 << 20
@@ -312,40 +311,3 @@ class StoreContract:
             with pytest.raises(ClientClosedError):
                 await call()
         await store.aclose()
-
-
-class WrappedStore:
-    """Passes every call on: what a test's store with faults overrides."""
-
-    def __init__(self, inner: Store) -> None:
-        self.inner = inner
-
-    @property
-    def max_value_bytes(self) -> int | None:
-        return self.inner.max_value_bytes
-
-    @property
-    def lease_seconds(self) -> float | None:
-        return self.inner.lease_seconds
-
-    @property
-    def memory(self) -> StoreMemory:
-        return self.inner.memory
-
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
-        return await self.inner.exists(keys)
-
-    async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
-        return await self.inner.put(items)
-
-    async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
-        return await self.inner.get(items)
-
-    async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:
-        return await self.inner.remove(keys, force=force)
-
-    async def health(self) -> Health:
-        return await self.inner.health()
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()

@@ -32,7 +32,7 @@ from .base import (
     check_items,
 )
 from .connecting import Opened, open_native_store
-from .native_calls import copied_in, copy_out, get_placed, in_parts, put_placed, room_for
+from .native_calls import ask_in_parts, copied_in, copy_out, get_placed, in_parts, put_placed, room_for
 from .regions import StoreMemory
 
 T = TypeVar("T")
@@ -106,8 +106,10 @@ class MooncakeStore:
         self._check_open()
         check_distinct(keys)
         what = f"asking {self._where} for {len(keys)} keys"
-        answer = await self._run(self._questions, lambda: self._native.batch_is_exist(list(keys)))
+        answer = await self._run(self._questions, lambda: ask_in_parts(self._native, keys))
         _check_length(answer, len(keys), what)
+        if answer.count(1) == len(answer):
+            return [True] * len(answer)
         for code in answer if min(answer, default=0) < 0 else ():
             # A replica that is busy or out of reach is not there; anything else is no answer.
             if code < 0 and codes.meaning_of(code).kind not in ("missing", "busy", "transfer"):

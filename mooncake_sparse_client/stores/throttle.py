@@ -11,16 +11,15 @@ from typing import Final
 from asyncio_throttle.throttler import Throttler
 
 from ..checks import whole_number
-from ..core.results import Health
 from ..errors import ConfigError
 from .base import Failure, GetItem, PutItem, RemoveOutcome, Store
-from .regions import StoreMemory
+from .wrapping import WrappedStore
 
 #: How much of the byte rate may be saved up while nothing moves. A loop that is late to wake loses none of it.
 _BURST_SECONDS: Final = 0.1
 
 
-class ThrottledStore:
+class ThrottledStore(WrappedStore):
     """At most so many requests to ``store``, and bytes of values, a second; first come first served.
 
     ``requests_per_second``: in any second. A request is one batch, whatever its size. ``bytes_per_second``: of
@@ -37,7 +36,7 @@ class ThrottledStore:
     ) -> None:
         if requests_per_second is None and bytes_per_second is None:
             raise ConfigError("a throttle without a rate: give requests_per_second, bytes_per_second or both")
-        self._store = store
+        super().__init__(store)
         self._requests = None if requests_per_second is None else _RequestRate(requests_per_second)
         self._bytes = None if bytes_per_second is None else _ByteRate(bytes_per_second)
 
@@ -52,39 +51,21 @@ class ThrottledStore:
         async with self._bytes.turn(_nbytes(items)):
             await self._wait()
 
-    @property
-    def max_value_bytes(self) -> int | None:
-        return self._store.max_value_bytes
-
-    @property
-    def lease_seconds(self) -> float | None:
-        return self._store.lease_seconds
-
-    @property
-    def memory(self) -> StoreMemory:
-        return self._store.memory
-
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         await self._wait()
-        return await self._store.exists(keys)
+        return await super().exists(keys)
 
     async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
         await self._wait_to_move(items)
-        return await self._store.put(items)
+        return await super().put(items)
 
     async def get(self, items: Sequence[GetItem]) -> list[Failure | None]:
         await self._wait_to_move(items)
-        return await self._store.get(items)
+        return await super().get(items)
 
     async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:
         await self._wait()
-        return await self._store.remove(keys, force=force)
-
-    async def health(self) -> Health:
-        return await self._store.health()
-
-    async def aclose(self) -> None:
-        await self._store.aclose()
+        return await super().remove(keys, force=force)
 
 
 class _RequestRate:
