@@ -5,6 +5,7 @@ from .chunks import Buffer, ChunkBuffers, Sink, Source
 from .client import SparseStoreClient
 from .config import FROM_ENV, Limits, MooncakeConfig, load_config
 from .config_values import Mode
+from .core.explain import GroupLookup, GroupPut, LookupExplanation, PutExplanation
 from .core.hashing import BlockHasher, HashAlgorithm, TokenIds
 from .core.keys import KeySchema, Rank, chunk_name
 from .core.layout import (
@@ -19,6 +20,7 @@ from .core.masks import load_mask, store_mask
 from .core.plans import PrefixHit, PutPlan, Tally
 from .core.prefix import PrefixReport, explain_prefix, longest_usable_prefix
 from .core.presets import PRESETS, layout_for
+from .core.reasons import Reason
 from .core.results import ChunkFailure, GetResult, Health, PutResult, RemoveResult
 from .core.sequence import TokenSequence
 from .errors import SparseStoreError
@@ -32,6 +34,7 @@ from .stores.memory import MemoryStore
 from .stores.mooncake import MooncakeStore
 from .stores.regions import HeapMemory, Region, StoreMemory
 from .stores.throttle import ThrottledStore
+from .stores.wrapping import WrappedStore
 
 __version__ = "0.1.0"
 
@@ -48,6 +51,8 @@ __all__ = [
     "FullAttentionSpec",
     "GetItem",
     "GetResult",
+    "GroupLookup",
+    "GroupPut",
     "GroupSpec",
     "HashAlgorithm",
     "Health",
@@ -56,6 +61,7 @@ __all__ = [
     "KeySchema",
     "Limits",
     "LocalMooncake",
+    "LookupExplanation",
     "MambaSpec",
     "MemoryStore",
     "Mode",
@@ -67,10 +73,12 @@ __all__ = [
     "PrefixHit",
     "PrefixReport",
     "Profile",
+    "PutExplanation",
     "PutItem",
     "PutPlan",
     "PutResult",
     "Rank",
+    "Reason",
     "Region",
     "RemoveOutcome",
     "RemoveResult",
@@ -87,6 +95,7 @@ __all__ = [
     "TokenIds",
     "TokenSequence",
     "WhenDown",
+    "WrappedStore",
     "chunk_name",
     "explain_prefix",
     "layout_for",

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 
 from .core.masks import BoolArray, load_mask, read_only, store_mask
-from .core.plans import PrefixHit, lookup_questions, lookup_stages, needed_again, no_presence
-from .core.prefix import PrefixReport, explain_prefix
+from .core.plans import PrefixHit, no_presence
 from .core.results import RemoveResult
-from .data_plane.transfer import Transport
+from .core.search import PRESENT, PrefixSearch, in_state
+from .data_plane.reading import Room
+from .data_plane.transfer import Parts, Transport, chosen, runs_of
 from .stores.base import RemoveOutcome
 
 Hashes: TypeAlias = tuple[bytes, ...]
+#: Chunks that are named and asked for at a time where all of them are, so that it takes the same memory for any number.
+_WINDOW = 16384
 
 
 class Asker:
@@ -24,75 +28,80 @@ class Asker:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._identity = transport.identity
+        self._ranks = len(transport.identity.keys.schema.lookup_ranks)
 
     async def lookup(self, hashes: Hashes, num_tokens: int, local_tokens: int) -> PrefixHit:
         """Ask stage by stage, each only as far as the ones before it allow."""
-        layout, asked_at = self._identity.layout, time.monotonic()
-        upto = layout.hit_cap(num_tokens)
-        local = min(layout.align(local_tokens), upto)
-        present, asked, keys_asked = no_presence(layout, num_tokens), [local] * len(layout.groups), 0
-        for stage in lookup_stages(layout):
-            questions = lookup_questions(layout, num_tokens, stage, upto=upto, local_tokens=local)
-            keys_asked += await self._ask(questions, hashes, present)
-            for group in stage:
-                asked[group] = upto
-            report = explain_prefix(layout, num_tokens, present, local_tokens=local, asked_lengths=asked)
-            upto = min(upto, *(report.group_lengths[group] for group in stage))
-        return self._hit(hashes, num_tokens, present, report, local, asked_at=asked_at, keys_asked=keys_asked)
+        asked_at = time.monotonic()
+        search = self._search(num_tokens, local_tokens)
+        keys_asked, requests = await self.settle(search, hashes)
+        return self._hit(search, hashes, num_tokens, local_tokens, asked_at, keys_asked, requests)
 
     def nothing(self, hashes: Hashes, num_tokens: int, local_tokens: int) -> PrefixHit:
         """The hit of a store that has nothing, or was not asked."""
-        layout, present = self._identity.layout, no_presence(self._identity.layout, num_tokens)
-        local = min(layout.align(local_tokens), layout.hit_cap(num_tokens))
-        asked = [local] * len(layout.groups)
-        report = explain_prefix(layout, num_tokens, present, local_tokens=local, asked_lengths=asked)
-        return self._hit(hashes, num_tokens, present, report, local, asked_at=time.monotonic(), keys_asked=0)
+        search = self._search(num_tokens, local_tokens)
+        return self._hit(search, hashes, num_tokens, local_tokens, time.monotonic(), 0, 0)
+
+    def again(self, hit: PrefixHit) -> HitSearch:
+        """The search that ended with ``hit``, to be gone on with."""
+        return HitSearch(self, hit, self._transport.store.lease_seconds)
+
+    def _search(self, num_tokens: int, local_tokens: int) -> PrefixSearch:
+        return PrefixSearch(self._identity.layout, num_tokens, local_tokens=local_tokens, ranks=self._ranks)
+
+    async def settle(self, search: PrefixSearch, hashes: Hashes) -> tuple[int, int]:
+        """Ask until the search has its answer; how many keys, in how many requests."""
+        keys_asked = requests = 0
+        for questions in search.questions():
+            present = await self._present(questions, hashes)
+            search.note(questions, present)
+            keys_asked += len(present) * self._ranks
+            requests += 1
+        return keys_asked, requests
 
     def _hit(
         self,
+        search: PrefixSearch,
         hashes: Hashes,
         num_tokens: int,
-        present: tuple[BoolArray, ...],
-        report: PrefixReport,
-        local: int,
-        *,
+        local_tokens: int,
         asked_at: float,
         keys_asked: int,
+        requests: int,
     ) -> PrefixHit:
-        schema = self._identity.keys.schema
+        layout, schema = self._identity.layout, self._identity.keys.schema
         return PrefixHit(
-            hit_length=report.hit_length,
-            shared_length=report.shared_length,
-            load_masks=read_only(load_mask(self._identity.layout, report.hit_length, local_tokens=local)),
-            report=report,
+            hit_length=search.hit_length,
+            shared_length=search.shared_length,
+            layout=layout,
             num_tokens=num_tokens,
-            local_tokens=local,
-            present=read_only(present),
+            local_tokens=min(layout.align(local_tokens), layout.hit_cap(num_tokens)),
+            asked_lengths=tuple(search.asked_lengths),
+            known=search.known,
             block_hashes=hashes,
             cache_id=schema.cache_id,
             fingerprint=self._identity.value_format.fingerprint,
             key_ranks=schema.lookup_ranks,
             asked_at=asked_at,
             keys_asked=keys_asked,
+            requests=requests,
+            load_masks=read_only(load_mask(layout, search.hit_length, local_tokens=local_tokens)),
         )
-
-    async def present_now(self, hit: PrefixHit) -> tuple[BoolArray, ...]:
-        """What a hit saw, asked again where the store's lease on it may have ended."""
-        lease = self._transport.store.lease_seconds
-        if lease is None or time.monotonic() - hit.asked_at < lease:
-            return hit.present
-        questions = needed_again(self._identity.layout, hit)
-        present = tuple(seen & ~asked for seen, asked in zip(hit.present, questions, strict=True))
-        await self._ask(questions, hit.block_hashes, present)
-        return present
 
     async def exists(self, hashes: Hashes, num_tokens: int, *, all_chunks: bool) -> tuple[BoolArray, ...]:
         layout = self._identity.layout
-        questions = store_mask(layout, layout.align(num_tokens))
+        wanted = store_mask(layout, layout.align(num_tokens))
         if all_chunks:
-            questions = tuple(np.ones_like(mask) for mask in questions)
+            wanted = tuple(np.ones_like(mask) for mask in wanted)
+        groups, chunks = chosen(wanted)
+        found = np.zeros(len(groups), dtype=np.bool_)
+        for start in range(0, len(groups), _WINDOW):
+            window = slice(start, start + _WINDOW)
+            parts = [(group, chunks[window][run]) for group, run in runs_of(groups[window])]
+            found[window] = await self._present(parts, hashes)
         present = no_presence(layout, num_tokens)
-        await self._ask(questions, hashes, present)
+        for group, run in runs_of(groups):
+            present[group][chunks[run]] = found[run]
         return present
 
     async def remove(self, hashes: Hashes, num_tokens: int, *, force: bool) -> RemoveResult:
@@ -114,18 +123,54 @@ class Asker:
             leased=outcomes.count(RemoveOutcome.LEASED),
         )
 
-    async def _ask(self, questions: Sequence[BoolArray], hashes: Hashes, present: Sequence[BoolArray]) -> int:
-        """Set ``present`` where every rank's key is there; returns how many keys were asked for."""
-        builder = self._identity.keys
-        chunks = [np.flatnonzero(mask) for mask in questions]
-        keys = await self._transport.keys(builder.ranked_keys, hashes, list(enumerate(chunks)))
-        if not keys:
-            return 0
-        answers = await self._transport.exists(keys)
-        ranks = len(builder.schema.lookup_ranks)
-        everywhere = np.logical_and.reduce(answers.reshape(-1, ranks), axis=1)
-        first = 0
-        for group, some in enumerate(chunks):
-            present[group][some] = everywhere[first : first + len(some)]
-            first += len(some)
-        return len(keys)
+    async def _present(self, questions: Parts, hashes: Hashes) -> BoolArray:
+        """Whether each chunk of ``questions`` is there, under every rank's key."""
+        keys = await self._transport.keys(self._identity.keys.ranked_keys, hashes, questions)
+        found = await self._transport.exists(keys)
+        return found if self._ranks == 1 else np.logical_and.reduce(found.reshape(-1, self._ranks), axis=1)
+
+
+class HitSearch:
+    """What is believed of the chunks of one hit, by now."""
+
+    def __init__(self, asker: Asker, hit: PrefixHit, lease_seconds: float | None) -> None:
+        self._asker = asker
+        self._hit = hit
+        self._old = lease_seconds is not None and time.monotonic() - hit.asked_at >= lease_seconds
+
+    @cached_property
+    def _search(self) -> PrefixSearch:
+        """Asks only for what the hit does not know. Made once it is needed: most gets find all that they expect."""
+        hit = self._hit
+        return PrefixSearch(
+            hit.layout, hit.num_tokens, local_tokens=hit.local_tokens, ranks=len(hit.key_ranks), known=hit.known
+        )
+
+    @property
+    def present(self) -> tuple[BoolArray, ...]:
+        """The chunks that are believed to be in the store, one boolean array a group."""
+        return in_state(self._search.known, PRESENT)
+
+    async def hit_length(self, room: Room) -> int:
+        """How long the hit still is, in tokens: asked again where the store's lease on it may have run out."""
+        if not self._old:
+            return self._hit.hit_length
+        self._search.doubt(self._hit.hit_length)
+        length = await self._settled()
+        return length if length == self._hit.hit_length else await self.without((), room)
+
+    async def without(self, lost: Iterable[tuple[int, int]], room: Room) -> int:
+        """The longest prefix below that does without ``lost`` chunks, and whose chunks the sink has room for."""
+        self.lose(lost)
+        if (places := room()) is not None:
+            self._search.only_into(places)
+        return await self._settled()
+
+    def lose(self, lost: Iterable[tuple[int, int]]) -> None:
+        """These ``(group, chunk)`` are not to be had."""
+        for group, chunk in lost:
+            self._search.lose(group, chunk)
+
+    async def _settled(self) -> int:
+        await self._asker.settle(self._search, self._hit.block_hashes)
+        return self._search.hit_length

@@ -112,7 +112,7 @@ class SparseStoreClient(ClientLifecycle):
             async with self._bounded("reading a hit"):
                 if isinstance(hit_or_sequence, TokenSequence):
                     hit = await self._asker.lookup(hashes, num_tokens, 0)
-                return await self._reader.get(hit, await self._asker.present_now(hit), mover)
+                return await self._reader.get(hit, self._asker.again(hit), mover)
         except self._misses as error:
             return self._reader.nothing(hit, error.kind)
 
@@ -200,6 +200,7 @@ class SparseStoreClient(ClientLifecycle):
             start_token=wanted.start_token,
             boundaries=wanted.boundaries,
             retention_interval=self.retention_interval,
+            retention_origin=self.retention_origin,
         )
 
     async def exists(self, sequence: TokenSequence, *, all_chunks: bool = False) -> tuple[BoolArray, ...]:

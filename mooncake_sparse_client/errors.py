@@ -13,7 +13,7 @@
     │   └── InvalidRequestError            token counts and options that contradict each other
     ├── SetupError                         the set-up is wrong: change settings or machine
     │   ├── ConfigError (ValueError)       a setting, an environment variable or a file
-    │   ├── MissingLibraryError (ImportError)  the native library is absent or does not load
+    │   ├── MissingLibraryError (ImportError)  a library is absent or does not load
     │   ├── ConnectError                   no store could be reached
     │   └── LocalProcessError              a local master or owner process did not serve
     ├── ClientClosedError                  the client or store is closed, or not opened yet
@@ -103,7 +103,8 @@ class ConfigError(SetupError, ValueError):
 
 
 class MissingLibraryError(SetupError, ImportError):
-    """The native Mooncake library cannot be loaded; the message repeats the loader's own words."""
+    """A library cannot be loaded: the native one, or one of an extra. The message has the loader's own words, and the
+    line that installs it."""
 
     kind = "missing_library"
 

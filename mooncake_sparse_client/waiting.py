@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from types import TracebackType
@@ -98,3 +99,14 @@ async def run_all(calls: Iterable[Coroutine[None, None, T]]) -> list[T]:
     finally:
         tasks.clear()  # they know the error too: see ``settled``
         del answers, errors
+
+
+def copied(error: BaseException) -> BaseException:
+    """An error for one of several who raise it: each adds to its traceback."""
+    try:
+        own = copy.copy(error)
+    except Exception:
+        return error
+    own.__cause__, own.__context__ = error.__cause__, error.__context__
+    own.__suppress_context__ = error.__suppress_context__
+    return own.with_traceback(error.__traceback__)

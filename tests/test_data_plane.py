@@ -14,7 +14,6 @@ from conftest import LoopThread
 from engine import Engine, page
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_contract import WrappedStore
 
 from mooncake_sparse_client import (
     BlockMemory,
@@ -39,6 +38,7 @@ from mooncake_sparse_client import (
 from mooncake_sparse_client.core.results import ChunkFailure
 from mooncake_sparse_client.errors import ClientClosedError, ConfigError, InvalidBufferError, InvalidRequestError
 from mooncake_sparse_client.stores.base import Failure, PlacedGets, PlacedPuts
+from mooncake_sparse_client.stores.wrapping import WrappedStore
 
 MIB = 1 << 20
 FS = KVCacheLayout([FullAttentionSpec(32, page_size_bytes=640), SlidingWindowSpec(8, 8, page_size_bytes=320)])

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_contract import WrappedStore
 
 from mooncake_sparse_client import GetItem, Limits, MemoryStore, PutItem
 from mooncake_sparse_client.core.framing import HEADER_SIZE, ValueFormat, payload_checksum, unpack_header
@@ -27,6 +26,7 @@ from mooncake_sparse_client.data_plane.transfer import Jobs, chosen, listed, run
 from mooncake_sparse_client.errors import ClientClosedError, StoreAnswerError, StoreError
 from mooncake_sparse_client.stores.base import Failure, PlacedGets, PlacedPuts
 from mooncake_sparse_client.stores.native_calls import in_parts
+from mooncake_sparse_client.stores.wrapping import WrappedStore
 
 #: No deadline: a loaded machine is no failure. The same examples every time.
 quick = settings(max_examples=60, deadline=None, derandomize=True)

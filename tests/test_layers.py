@@ -35,9 +35,11 @@ ALLOWED = {
 }
 #: Inside the core, from the bottom: a module imports only from lines above its own.
 CORE_ORDER = [
-    {"layout", "hashing"},
+    {"encoding"},
+    {"layout", "hashing", "tally"},
     {"masks", "keys", "sequence", "presets", "framing"},
-    {"prefix"},
+    {"prefix", "search", "reasons"},
+    {"explain"},
     {"plans"},
     {"results"},
 ]

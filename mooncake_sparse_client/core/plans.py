@@ -13,33 +13,22 @@ from numpy.typing import NDArray
 
 from ..checks import items_of
 from ..errors import InvalidRequestError
+from .explain import LookupExplanation, PutExplanation, count_reasons, explain_lookup
 from .keys import Rank
-from .layout import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheLayout, MambaSpec, SlidingWindowSpec
+from .layout import FullAttentionSpec, GroupSpec, KVCacheLayout
 from .masks import (
     BoolArray,
-    load_mask,
-    needed_chunks,
-    periodic_mask,
+    check_retention_interval,
     read_only,
     retained_boundaries,
     store_mask,
     token_count,
 )
-from .prefix import PrefixReport, candidate_boundaries, longest, usable_boundaries
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """A number of chunks, and their payload bytes."""
-
-    chunks: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.chunks + other.chunks, self.bytes + other.bytes)
-
-
-NOTHING = Tally()
+from .prefix import PrefixReport, candidate_boundaries, explain_prefix, longest, usable_boundaries
+from .reasons import Reason, ReasonArray, chunk_reasons
+from .search import ABSENT, PRESENT, in_state
+from .tally import NOTHING as NOTHING
+from .tally import Tally as Tally
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,35 +41,82 @@ class PrefixHit:
     shared_length: int
     #: One boolean array a group: the chunks that ``get`` reads.
     load_masks: tuple[BoolArray, ...] = field(repr=False)
-    #: Each group's own longest prefix, and which group limited the hit.
-    report: PrefixReport
+    layout: KVCacheLayout = field(repr=False)
     #: Tokens of the sequence at the time of the lookup.
     num_tokens: int
     #: The prefix that the engine said it holds itself, rounded down to the alignment.
     local_tokens: int
-    #: One boolean array a group: the chunks that the lookup saw in the store. What was not asked is False.
-    present: tuple[BoolArray, ...] = field(repr=False)
+    #: How far each group was asked, in tokens: no group is asked beyond what those before it allow.
+    asked_lengths: tuple[int, ...] = field(repr=False)
+    #: What is known of each group's chunks, a byte each (see ``core.search``).
+    known: tuple[bytes, ...] = field(repr=False)
     #: The sequence's block hashes at the time: what the hit is of.
     block_hashes: tuple[bytes, ...] = field(repr=False)
     #: Which cache was asked, of what shape, under which ranks' keys.
     cache_id: str
     fingerprint: str
     key_ranks: tuple[Rank, ...]
-    #: ``time.monotonic()`` of the question, in seconds.
+    #: ``time.monotonic()`` of the first question, in seconds.
     asked_at: float
     #: Keys that the lookup asked for.
     keys_asked: int
+    #: Questions that were put one after another. What concurrent lookups ask at a time travels together.
+    requests: int
+
+    @property
+    def present(self) -> tuple[BoolArray, ...]:
+        """One boolean array a group: the chunks that the lookup saw in the store. What was not asked is False."""
+        return read_only(in_state(self.known, PRESENT))
+
+    @property
+    def asked(self) -> tuple[BoolArray, ...]:
+        """One boolean array a group: the chunks that the lookup asked for."""
+        answered = zip(self.present, in_state(self.known, ABSENT), strict=True)
+        return read_only(present | absent for present, absent in answered)
+
+    @property
+    def report(self) -> PrefixReport:
+        """How far each group alone could serve the request, and which group limited the hit."""
+        return explain_prefix(
+            self.layout,
+            self.num_tokens,
+            self.present,
+            local_tokens=self.local_tokens,
+            asked=self.asked,
+            asked_lengths=self.asked_lengths,
+        )
+
+    def explain(self) -> LookupExplanation:
+        """Why the hit is as long as it is, group by group; ``str()`` of it is for people."""
+        return explain_lookup(
+            self.layout,
+            self.report,
+            self.asked,
+            self.present,
+            num_tokens=self.num_tokens,
+            local_tokens=self.local_tokens,
+            keys_asked=self.keys_asked,
+            requests=self.requests,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PutPlan:
     """What a put would keep of tokens ``[start_token, end_token)``, both aligned."""
 
+    layout: KVCacheLayout = field(repr=False)
     start_token: int
     end_token: int
+    num_prompt_tokens: int
     retention_interval: int | None
+    #: Where the interval was set: ``argument``, a variable's name or ``default``; empty where nobody said.
+    retention_origin: str
     #: Boundaries kept besides the interval's: the replay boundaries and the caller's, learned ones included.
     boundaries: tuple[int, ...]
+    #: The same by where they come from: the prompt, the caller, and what this request's own lookup showed.
+    replay_boundaries: tuple[int, ...]
+    caller_boundaries: tuple[int, ...]
+    junctions: tuple[int, ...]
     #: One boolean array a group, ``end_token // block_size`` long: the chunks to keep.
     store_masks: tuple[BoolArray, ...] = field(repr=False)
     #: Of those, the chunks that the request's own lookup showed to be in the store.
@@ -95,6 +131,30 @@ class PutPlan:
             chunks = np.flatnonzero(mask)
             yield list(zip(chunks.tolist(), known[chunks].tolist(), strict=True))
 
+    @property
+    def reasons(self) -> tuple[ReasonArray, ...]:
+        """One array of ``Reason`` a group, as long as its store mask: why each chunk is kept, or is not."""
+        boundaries = {
+            Reason.REPLAY: self.replay_boundaries,
+            Reason.BOUNDARY: self.caller_boundaries,
+            Reason.JUNCTION: self.junctions,
+        }
+        return chunk_reasons(self.layout, self.store_masks, self.start_token, self.retention_interval, boundaries)
+
+    def explain(self) -> PutExplanation:
+        """Why the put keeps what it keeps, group by group; ``str()`` of it is for people."""
+        return PutExplanation(
+            start_token=self.start_token,
+            end_token=self.end_token,
+            num_prompt_tokens=self.num_prompt_tokens,
+            retention_interval=self.retention_interval,
+            retention_origin=self.retention_origin,
+            replay_boundaries=self.replay_boundaries,
+            caller_boundaries=self.caller_boundaries,
+            junctions=self.junctions,
+            groups=count_reasons(self.layout, self.reasons, self.known),
+        )
+
 
 def plan_put(
     layout: KVCacheLayout,
@@ -107,12 +167,13 @@ def plan_put(
     start_token: int = 0,
     boundaries: Sequence[int] = (),
     retention_interval: int | None = None,
+    retention_origin: str = "",
 ) -> PutPlan:
     """Decide which chunks of a sequence of ``sequence_tokens`` to keep.
 
     ``hit``: this request's own lookup. Where sparse groups held it below ``shared_length``, that position
     joins the boundaries: the prompt is about to be computed past it, and the next one that shares it hits
-    there. ``trust_hit``: what the hit saw counts as present.
+    there. ``trust_hit``: what the hit saw counts as present. ``retention_origin``: where the interval was set.
 
     Raises ``InvalidRequestError`` for counts that contradict each other.
     """
@@ -127,27 +188,37 @@ def plan_put(
     if start > end:
         raise InvalidRequestError(f"start_token {start_token} lies behind the {total} tokens to put")
     positions = items_of(boundaries, "boundaries", InvalidRequestError)
-    if hit is not None:
-        positions += learned_junctions(layout, hit.hit_length, hit.shared_length)
+    interval = check_retention_interval(layout, retention_interval)
+    learned = learned_junctions(layout, hit.hit_length, hit.shared_length) if hit is not None else []
     masks = store_mask(
         layout,
         end,
         start_token=start,
-        retention_interval=retention_interval,
+        retention_interval=interval,
         num_prompt_tokens=prompt,
-        boundaries=positions,
+        boundaries=positions + learned,
     )
+    replay = retained_boundaries(layout, prompt, ())
+    caller = retained_boundaries(layout, None, positions) if positions else ()
+    junctions = retained_boundaries(layout, None, learned) if learned else ()
+    counts = [int(np.count_nonzero(mask)) for mask in masks]
     return PutPlan(
+        layout=layout,
         start_token=start,
         end_token=end,
-        retention_interval=retention_interval,
-        boundaries=retained_boundaries(layout, prompt, positions),
+        num_prompt_tokens=prompt,
+        retention_interval=interval,
+        retention_origin=retention_origin,
+        boundaries=tuple(sorted({*replay, *caller, *junctions})),
+        replay_boundaries=replay,
+        caller_boundaries=caller,
+        junctions=junctions,
         store_masks=read_only(masks),
         known=read_only(_known(masks, hit if trust_hit else None)),
-        reachable=tuple(_tally(layout, group, int(mask.sum())) for group, mask in enumerate(masks)),
+        reachable=tuple(_tally(spec, count) for spec, count in zip(layout.groups, counts, strict=True)),
         unreachable=tuple(
-            _tally(layout, group, (end - start) // layout.groups[group].block_size - int(mask.sum()))
-            for group, mask in enumerate(masks)
+            _tally(spec, (end - start) // spec.block_size - count)
+            for spec, count in zip(layout.groups, counts, strict=True)
         ),
     )
 
@@ -162,93 +233,26 @@ def learned_junctions(layout: KVCacheLayout, hit_length: int, shared_length: int
     return [shared_length] if shared else []
 
 
-def _known(masks: tuple[BoolArray, ...], hit: PrefixHit | None) -> tuple[BoolArray, ...]:
-    known = []
-    for group, mask in enumerate(masks):
-        seen = np.zeros_like(mask)
-        if hit is not None:
-            present = hit.present[group][: len(mask)]
-            seen[: len(present)] = present
-        known.append(seen & mask)
-    return tuple(known)
+def _known(masks: tuple[BoolArray, ...], hit: PrefixHit | None) -> Iterator[BoolArray]:
+    """Those chunks of ``masks`` that the hit saw."""
+    if hit is None:
+        yield from map(np.zeros_like, masks)
+        return
+    for mask, present in zip(masks, hit.present, strict=True):
+        known = np.zeros_like(mask)
+        both = min(len(mask), len(present))
+        np.logical_and(mask[:both], present[:both], out=known[:both])
+        yield known
 
 
-def _tally(layout: KVCacheLayout, group: int, chunks: int) -> Tally:
-    return Tally(chunks, chunks * (layout.groups[group].page_size_bytes or 0))
+def _tally(spec: GroupSpec, chunks: int) -> Tally:
+    return Tally(chunks, chunks * (spec.page_size_bytes or 0))
 
 
 def no_presence(layout: KVCacheLayout, num_tokens: int) -> tuple[BoolArray, ...]:
     """One all-False array a group over the whole aligned blocks of ``num_tokens``."""
     aligned = layout.align(num_tokens)
     return tuple(np.zeros(aligned // spec.block_size, dtype=np.bool_) for spec in layout.groups)
-
-
-def lookup_stages(layout: KVCacheLayout) -> list[list[int]]:
-    """The groups in the order in which a lookup asks them: those that shorten a prefix for the fewest keys
-    first, so that a miss is known before the others are asked."""
-    kinds = ((FullAttentionSpec,), (ChunkedLocalAttentionSpec,), (SlidingWindowSpec, MambaSpec))
-    stages = [[number for number, spec in enumerate(layout.groups) if isinstance(spec, kind)] for kind in kinds]
-    return [stage for stage in stages if stage]
-
-
-def lookup_questions(
-    layout: KVCacheLayout, num_tokens: int, groups: Sequence[int], *, upto: int, local_tokens: int
-) -> tuple[BoolArray, ...]:
-    """The chunks of ``groups`` that some boundary above ``local_tokens`` and at or below ``upto`` needs."""
-    questions = no_presence(layout, num_tokens)
-    if upto <= local_tokens:
-        return questions
-    for number in groups:
-        spec, mask = layout.groups[number], questions[number]
-        asked = slice(local_tokens // spec.block_size, needed_chunks(spec, upto).stop)
-        mask[asked] = periodic_mask(layout, spec, len(mask), None)[asked]
-    return questions
-
-
-def needed_again(layout: KVCacheLayout, hit: PrefixHit) -> tuple[BoolArray, ...]:
-    """The chunks to ask for again when a hit has grown old: what it needs, margin included, less what the
-    engine holds."""
-    questions = no_presence(layout, hit.num_tokens)
-    for spec, mask in zip(layout.groups, questions, strict=True):
-        needed = needed_chunks(spec, hit.hit_length)
-        mask[max(needed.start, hit.local_tokens // spec.block_size) : needed.stop] = True
-    return questions
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GetPlan:
-    """The next step of a get: the prefix aimed at, and the chunks that it still lacks."""
-
-    hit_length: int
-    #: One boolean array a group: what the prefix needs, and what of it has not arrived.
-    load_masks: tuple[BoolArray, ...] = field(repr=False)
-    missing: tuple[BoolArray, ...] = field(repr=False)
-
-    @property
-    def complete(self) -> bool:
-        return not any(mask.any() for mask in self.missing)
-
-
-def plan_get(
-    layout: KVCacheLayout,
-    num_tokens: int,
-    present: Sequence[BoolArray],
-    arrived: Sequence[BoolArray],
-    *,
-    local_tokens: int,
-    room: Sequence[BoolArray] | None = None,
-) -> GetPlan:
-    """Aim at the longest prefix that ``present`` allows; what has arrived is not read again.
-
-    ``room``: the chunks that there is a place for; None for all.
-    """
-    usable = usable_boundaries(layout, num_tokens, present, local_tokens=local_tokens)
-    if room is not None:
-        usable &= usable_boundaries(layout, num_tokens, room, local_tokens=local_tokens, margin=False)
-    length = longest(candidate_boundaries(layout, num_tokens), usable)
-    masks = load_mask(layout, length, local_tokens=local_tokens)
-    missing = tuple(mask & ~have[: len(mask)] for mask, have in zip(masks, arrived, strict=True))
-    return GetPlan(length, masks, missing)
 
 
 def longest_arrived_prefix(

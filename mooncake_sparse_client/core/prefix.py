@@ -25,7 +25,8 @@ class PrefixReport:
     hit_length: int
     #: The longest that the dense groups (full, chunked local) alone could; ``hit_length`` if there are none.
     shared_length: int
-    #: The longest that each group alone could, as far as it was asked.
+    #: The longest that each group alone could, as far as it was asked: nothing that was seen to be missing rules it
+    #: out. A sparse group is asked for the chunks of few boundaries only.
     group_lengths: tuple[int, ...]
     #: How far each group was asked: no group is asked beyond what the groups before it allow.
     asked_lengths: tuple[int, ...]
@@ -54,33 +55,45 @@ def explain_prefix(
     present: Sequence[BoolArray],
     *,
     local_tokens: int = 0,
+    asked: Sequence[BoolArray] | None = None,
     asked_lengths: Sequence[int] | None = None,
 ) -> PrefixReport:
-    """Like ``longest_usable_prefix``, with the reasons. ``asked_lengths``: how far ``present`` was looked up
-    for each group, in tokens; default: as far as the request may hit.
+    """Like ``longest_usable_prefix``, with the reasons.
+
+    ``asked``: the chunks that were looked up, arrays like ``present``; default: all. What was not is neither there
+    nor missing. ``asked_lengths``: how far each group was looked up, in tokens; default: as far as the request may hit.
 
     Raises ``InvalidRequestError`` for counts or arrays that cannot be.
     """
     num_tokens = token_count(num_tokens, "num_tokens")
-    boundaries = candidate_boundaries(layout, num_tokens)
+    boundaries, cap = candidate_boundaries(layout, num_tokens), layout.hit_cap(num_tokens)
     usable = usable_boundaries(layout, num_tokens, present, local_tokens=local_tokens)
-    lengths = tuple(longest(boundaries, usable[number : number + 1]) for number in range(len(usable)))
-    hit, cap = longest(boundaries, usable), layout.hit_cap(num_tokens)
-    asked = (cap,) * len(lengths) if asked_lengths is None else tuple(asked_lengths)
-    short = [length for length, wanted in zip(lengths, asked, strict=True) if length < wanted]
-    dense = [number for number, spec in enumerate(layout.groups) if spec.dense]
+    possible = usable
+    if asked is not None:
+        may_be = [_or_unasked(there, known) for there, known in zip(present, asked, strict=True)]
+        possible = usable_boundaries(layout, num_tokens, may_be, local_tokens=local_tokens)
+    wanted = (cap,) * len(layout.groups) if asked_lengths is None else tuple(asked_lengths)
+    lengths = tuple(
+        longest(boundaries, (row & (boundaries <= most))[None]) for row, most in zip(possible, wanted, strict=True)
+    )
+    short = [length for length, most in zip(lengths, wanted, strict=True) if length < most]
+    hit, dense = longest(boundaries, usable), [number for number, spec in enumerate(layout.groups) if spec.dense]
     return PrefixReport(
         hit_length=hit,
         shared_length=longest(boundaries, usable[dense]) if dense else hit,
         group_lengths=lengths,
-        asked_lengths=asked,
+        asked_lengths=wanted,
         limited_by=tuple(
             number
-            for number, (length, wanted) in enumerate(zip(lengths, asked, strict=True))
-            if length < wanted and length == min(short)
+            for number, (length, most) in enumerate(zip(lengths, wanted, strict=True))
+            if length < most and length == min(short)
         ),
         cap=cap,
     )
+
+
+def _or_unasked(present: BoolArray, asked: BoolArray) -> BoolArray:
+    return np.asarray(present) | ~np.asarray(asked)
 
 
 def candidate_boundaries(layout: KVCacheLayout, num_tokens: int) -> IntArray:

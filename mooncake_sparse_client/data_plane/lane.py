@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import functools
 from collections import deque
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TypeAlias
 from ..config import Limits
 from ..errors import ClientClosedError, StoreAnswerError
 from ..stores.base import Failure, PlacedGets, PlacedPuts, Store
+from ..waiting import copied
 
 Batch: TypeAlias = PlacedPuts | PlacedGets
 Answers: TypeAlias = list[Failure | None]
@@ -54,7 +54,7 @@ class _Request:
             elif self.task.cancelled():
                 ride.answer.cancel()
             elif error is not None:
-                ride.answer.set_exception(error if len(self.rides) == 1 else _copied(error))
+                ride.answer.set_exception(error if len(self.rides) == 1 else copied(error))
             else:
                 ride.answer.set_result(self.task.result()[first:last])
             first = last
@@ -163,17 +163,6 @@ class Lane:
                     keys.update(batch.keys)
             self._waiting.popleft()
         return rides
-
-
-def _copied(error: BaseException) -> BaseException:
-    """An error for one of several who raise it: each adds to its traceback."""
-    try:
-        own = copy.copy(error)
-    except Exception:
-        return error
-    own.__cause__, own.__context__ = error.__cause__, error.__context__
-    own.__suppress_context__ = error.__suppress_context__
-    return own.with_traceback(error.__traceback__)
 
 
 def _joined(batches: list[Batch]) -> Batch:

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from ..core.masks import BoolArray, load_mask
-from ..core.plans import PrefixHit, Tally, longest_arrived_prefix, plan_get
+from ..core.plans import PrefixHit, Tally, longest_arrived_prefix, no_presence
 from ..core.results import ChunkFailure, GetResult
 from ..stores.base import Failure
 from .movers import GetMover
 from .transfer import Numbers, Transport, chosen, listed, runs_of
 
 _ROUNDS = 3
+#: The chunks that a sink has room for, one boolean array a group; None for all.
+Room: TypeAlias = "Callable[[], tuple[BoolArray, ...] | None]"
+
+
+class Search(Protocol):
+    """What is believed to be in the store of one hit; goes on looking where chunks turn out to be gone."""
+
+    @property
+    def present(self) -> tuple[BoolArray, ...]: ...
+
+    async def hit_length(self, room: Room) -> int: ...
+
+    async def without(self, lost: Iterable[tuple[int, int]], room: Room) -> int: ...
+
+    def lose(self, lost: Iterable[tuple[int, int]]) -> None: ...
 
 
 @dataclass(slots=True)
 class _Progress:
     """What one get knows so far."""
 
-    present: tuple[BoolArray, ...]
-    arrived: tuple[BoolArray, ...] = ()
+    #: One boolean array a group.
+    arrived: tuple[BoolArray, ...]
     failures: list[ChunkFailure] = field(default_factory=list)
 
 
@@ -34,40 +49,35 @@ class Reader:
         self._transport = transport
         self._identity = transport.identity
 
-    async def get(self, hit: PrefixHit, present: Sequence[BoolArray], mover: GetMover) -> GetResult:
-        """Read what ``hit`` needs; ``present`` is what is believed to be in the store by now.
-
-        A chunk that does not arrive counts as absent, the longest prefix below is found anew, and what that
-        one lacks is read, for a few rounds.
-        """
-        layout = self._identity.layout
-        progress = _Progress(tuple(present))
-        # While nothing has changed since the lookup, its own plan holds.
-        length, masks, missing = hit.hit_length, hit.load_masks, hit.load_masks
-        for number in range(_ROUNDS):
-            if number or present is not hit.present:
-                arrived = progress.arrived or _blank(progress.present)
-                state = (layout, hit.num_tokens, progress.present, arrived)
-                plan = plan_get(*state, local_tokens=hit.local_tokens)
-                if plan.hit_length < hit.hit_length:
-                    # A sink that was made for the hit may lack the windows of a shorter one: no fault of the caller's.
-                    plan = plan_get(*state, local_tokens=hit.local_tokens, room=mover.room())
-                length, masks, missing = plan.hit_length, plan.load_masks, plan.missing
-            mover.aim(masks)
-            if not await self._read(hit, missing, mover, progress):
+    async def get(self, hit: PrefixHit, search: Search, mover: GetMover) -> GetResult:
+        """Read what ``hit`` needs. A chunk that does not arrive counts as absent, the longest prefix below is
+        searched for, and what that one lacks is read, for a few rounds."""
+        progress = _Progress(no_presence(hit.layout, hit.num_tokens))
+        length = await search.hit_length(mover.room)
+        for _ in range(_ROUNDS - 1):
+            masks = _load_masks(hit, length)
+            lost = await self._read(hit, masks, mover, progress)
+            if not lost:
                 return self._result(length, masks, progress, mover)
+            length = await search.without(lost, mover.room)
+        search.lose(await self._read(hit, _load_masks(hit, length), mover, progress))
         length = longest_arrived_prefix(
-            layout, hit.num_tokens, progress.present, progress.arrived, local_tokens=hit.local_tokens
+            hit.layout, hit.num_tokens, search.present, progress.arrived, local_tokens=hit.local_tokens
         )
-        return self._result(length, load_mask(layout, length, local_tokens=hit.local_tokens), progress, mover)
+        return self._result(length, _load_masks(hit, length), progress, mover)
 
     def nothing(self, hit: PrefixHit, reason: str) -> GetResult:
         """The answer of a store that cannot be reached, for those who count it as a miss."""
         failures = tuple(ChunkFailure(group, chunk, reason) for group, chunk in listed(hit.load_masks))
-        return GetResult(min(hit.local_tokens, hit.report.cap), failures)
+        return GetResult(min(hit.local_tokens, hit.layout.hit_cap(hit.num_tokens)), failures)
 
-    async def _read(self, hit: PrefixHit, missing: Sequence[BoolArray], mover: GetMover, progress: _Progress) -> bool:
-        """Read the chunks; whether some did not arrive. What may come later is tried once more."""
+    async def _read(
+        self, hit: PrefixHit, masks: Sequence[BoolArray], mover: GetMover, progress: _Progress
+    ) -> list[tuple[int, int]]:
+        """Read what has not arrived of ``masks``; which ``(group, chunk)`` did not. What may come later is tried once
+        more."""
+        mover.aim(masks)
+        missing = [mask & ~arrived[: len(mask)] for mask, arrived in zip(masks, progress.arrived, strict=True)]
         groups, chunks = chosen(missing)
         late = await self._read_batches(hit, groups, chunks, mover)
         again = np.array(sorted(number for number, _, failure in late if failure.retriable), dtype=np.intp)
@@ -75,9 +85,8 @@ class Reader:
         if len(again):
             still_late = await self._read_batches(hit, groups[again], chunks[again], mover)
             lost += [_Loss(int(again[number]), key, failure) for number, key, failure in still_late]
-        if lost:
-            self._give_up(groups, chunks, lost, progress)
-        return bool(lost)
+        self._note_arrived(groups, chunks, lost, progress)
+        return [(int(groups[loss.number]), int(chunks[loss.number])) for loss in lost]
 
     async def _read_batches(self, hit: PrefixHit, groups: Numbers, chunks: Numbers, mover: GetMover) -> list[_Loss]:
         losses: list[_Loss] = []
@@ -94,15 +103,11 @@ class Reader:
         await self._transport.each_batch(groups, mover.pieces, move)
         return losses
 
-    def _give_up(self, groups: Numbers, chunks: Numbers, lost: Sequence[_Loss], progress: _Progress) -> None:
-        """Note which of the chunks have arrived, and which count as absent from now on."""
+    def _note_arrived(self, groups: Numbers, chunks: Numbers, lost: Sequence[_Loss], progress: _Progress) -> None:
         came = np.ones(len(groups), dtype=np.bool_)
         came[[loss.number for loss in lost]] = False
-        progress.present = tuple(mask.copy() for mask in progress.present)
-        progress.arrived = progress.arrived or _blank(progress.present)
         for group, run in runs_of(groups):
             progress.arrived[group][chunks[run][came[run]]] = True
-            progress.present[group][chunks[run][~came[run]]] = False
         for number, key, failure in lost:
             progress.failures.append(ChunkFailure(int(groups[number]), int(chunks[number]), failure.kind))
             # Under keys that others write too, they may mend it.
@@ -111,16 +116,18 @@ class Reader:
             else:
                 self._transport.ledger.mark_lost(key)
 
-    def _result(self, hit_length: int, masks: Sequence[BoolArray], progress: _Progress, mover: GetMover) -> GetResult:
+    def _result(self, length: int, masks: Sequence[BoolArray], progress: _Progress, mover: GetMover) -> GetResult:
         counts = list(map(np.count_nonzero, masks))
         nbytes = sum(count * size for count, size in zip(counts, self._identity.page_sizes, strict=True))
         loaded = Tally(int(sum(counts)), int(nbytes))
         chunks = {where: mover.chunks[where] for where in listed(masks)} if mover.chunks else {}
-        return GetResult(hit_length, tuple(progress.failures), chunks, loaded)
+        return GetResult(length, tuple(progress.failures), chunks, loaded)
 
 
-def _blank(masks: Sequence[BoolArray]) -> tuple[BoolArray, ...]:
-    return tuple(np.zeros_like(mask) for mask in masks)
+def _load_masks(hit: PrefixHit, length: int) -> tuple[BoolArray, ...]:
+    if length == hit.hit_length:
+        return hit.load_masks
+    return load_mask(hit.layout, length, local_tokens=hit.local_tokens)
 
 
 class _Loss(NamedTuple):

@@ -27,6 +27,7 @@ from ..waiting import held, run_all
 from .claims import Claims
 from .lane import Answers, Lane
 from .pacing import paced
+from .questions import Questions
 from .staging import Budget, StagingPool
 
 T = TypeVar("T")
@@ -193,6 +194,7 @@ class Transport:
             else self._plain_store
         )
         self.lane = Lane(self.store, limits)
+        self.questions = Questions(self.store, limits)
         #: Bytes that are being prepared, moved or checked.
         self.budget = Budget(limits.max_bytes_in_flight)
 
@@ -292,7 +294,7 @@ class Transport:
 
     async def exists_at_all(self, keys: Sequence[str]) -> BoolArray:
         """Which keys have a value, damaged or not."""
-        return np.array(await self.in_key_batches(keys, self.store.exists), dtype=np.bool_)
+        return await self.questions.ask(keys)
 
     async def in_key_batches(
         self, keys: Sequence[str], ask: Callable[[Sequence[str]], Coroutine[None, None, list[T]]]
@@ -306,7 +308,7 @@ class Transport:
     async def settle(self, timeout: float) -> None:
         """Wait for what was left behind, at most ``timeout`` seconds, and let the threads go."""
         self._closed = True
-        await self.lane.settle(timeout)
+        await run_all([self.lane.settle(timeout), self.questions.settle(timeout)])
         for staging in (self.staging, *self._lost_staging):
             staging.close()
         self._namer.shutdown(wait=False)

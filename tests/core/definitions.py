@@ -133,3 +133,23 @@ def longest_hit(
         if all(is_usable(layout.groups[n], layout, boundary, num_tokens, present[n], local) for n in numbers):
             return boundary
     return 0
+
+
+def longest_loadable(
+    layout: KVCacheLayout, num_tokens: int, present: Sequence[set[int]], loads: Sequence[set[int]], local: int
+) -> int:
+    """The longest hit whose chunks, draft margin aside and what the engine holds, are all among ``loads`` too."""
+
+    def loadable(group: int, boundary: int) -> bool:
+        size = layout.groups[group].block_size
+        chunks = needed(layout.groups[group], boundary, margin=False)
+        return all(chunk in loads[group] or (chunk + 1) * size <= local for chunk in chunks)
+
+    for boundary in range(down(layout, num_tokens - 1), 0, -alignment(layout)):
+        if all(
+            boundary <= local
+            or (is_usable(spec, layout, boundary, num_tokens, present[n], local) and loadable(n, boundary))
+            for n, spec in enumerate(layout.groups)
+        ):
+            return boundary
+    return 0

@@ -102,6 +102,9 @@ class Request:
     present: list[set[int]]
     local_tokens: int
 
+    def exists(self, group: int, chunk: int) -> bool:
+        return chunk in self.present[group]
+
     def arrays(self) -> list[NDArray[np.bool_]]:
         """``present`` as the package takes it."""
         return [

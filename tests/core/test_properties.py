@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,11 +25,13 @@ from definitions import (
     is_sparse,
     is_usable,
     longest_hit,
+    longest_loadable,
     needed,
     retained,
 )
 from hypothesis import example, given
 from hypothesis import strategies as st
+from lookups import Exists, look_up
 from numpy.typing import NDArray
 from strategies import Put, Request, extras, layouts, puts, quick, requests, slower, traits
 
@@ -37,7 +39,6 @@ from mooncake_sparse_client import (
     BlockHasher,
     FullAttentionSpec,
     KVCacheLayout,
-    PrefixHit,
     SlidingWindowSpec,
     Tally,
     TokenSequence,
@@ -57,18 +58,7 @@ from mooncake_sparse_client.core.framing import (
 )
 from mooncake_sparse_client.core.keys import KeyBuilder, KeySchema
 from mooncake_sparse_client.core.masks import BoolArray
-from mooncake_sparse_client.core.plans import (
-    cut_batches,
-    longest_arrived_prefix,
-    lookup_questions,
-    lookup_stages,
-    needed_again,
-    no_presence,
-    plan_get,
-    plan_put,
-)
-
-Exists = Callable[[int, int], bool]
+from mooncake_sparse_client.core.plans import cut_batches, longest_arrived_prefix, plan_put
 
 
 def sets(masks: Sequence[BoolArray]) -> list[set[int]]:
@@ -211,103 +201,37 @@ def test_the_explanation_names_what_held_the_hit_back(request: Request) -> None:
 # Lookups
 
 
-def look_up(layout: KVCacheLayout, num_tokens: int, exists: Exists, local_tokens: int = 0) -> PrefixHit:
-    """A lookup as a client makes it: stage by stage, each as far as the ones before allow."""
-    upto = layout.hit_cap(num_tokens)
-    local = min(layout.align(local_tokens), upto)
-    present = no_presence(layout, num_tokens)
-    asked, keys = [local] * len(layout.groups), 0
-    for stage in lookup_stages(layout):
-        questions = lookup_questions(layout, num_tokens, stage, upto=upto, local_tokens=local)
-        for group, chunks in enumerate(sets(questions)):
-            assert not chunks or group in stage
-            keys += len(chunks)
-            for chunk in chunks:
-                present[group][chunk] = exists(group, chunk)
-        for group in stage:
-            asked[group] = upto
-        report = explain_prefix(layout, num_tokens, present, local_tokens=local, asked_lengths=asked)
-        upto = min(upto, *(report.group_lengths[group] for group in stage))
-    report = explain_prefix(layout, num_tokens, present, local_tokens=local, asked_lengths=asked)
-    return PrefixHit(
-        hit_length=report.hit_length,
-        shared_length=report.shared_length,
-        load_masks=load_mask(layout, report.hit_length, local_tokens=local),
-        report=report,
-        num_tokens=num_tokens,
-        local_tokens=local,
-        present=present,
-        block_hashes=(),
-        cache_id="",
-        fingerprint="",
-        key_ranks=((0, 0, 0, 0),),
-        asked_at=0.0,
-        keys_asked=keys,
-    )
-
-
 @quick
-@given(requests(), st.data())
-def test_a_lookup_asks_what_boundaries_need_and_nothing_above(request: Request, data: st.DataObject) -> None:
-    layout, step = request.layout, request.layout.alignment
-    top = layout.hit_cap(request.num_tokens) // step
-    upto = step * data.draw(st.integers(0, top))
-    local = step * data.draw(st.integers(0, top))
-    groups = data.draw(st.sets(st.integers(0, len(layout.groups) - 1)))
-    questions = lookup_questions(layout, request.num_tokens, sorted(groups), upto=upto, local_tokens=local)
-    boundaries = range(local + step, upto + 1, step)
-    for number, (spec, asked) in enumerate(zip(layout.groups, sets(questions), strict=True)):
-        size = spec.block_size
-        wanted: set[int] = set()
-        if number in groups:
-            wanted = wanted.union(*(needed(spec, boundary) for boundary in boundaries))
+@given(requests())
+def test_a_lookup_asks_only_for_what_boundaries_need(request: Request) -> None:
+    layout, local, size = request.layout, down(request.layout, request.local_tokens), request.layout.alignment
+    hit = look_up(layout, request.num_tokens, request.exists, request.local_tokens)
+    boundaries = range(local + size, hit.report.cap + 1, size)
+    limit = down(layout, request.num_tokens)
+    for spec, asked, seen, there in zip(
+        layout.groups, sets(hit.asked), sets(hit.present), request.present, strict=True
+    ):
+        assert asked <= set().union(*(needed(spec, boundary) for boundary in boundaries))
         # What the engine holds is not asked, and a margin behind the last whole alignment has no name.
-        limit = down(layout, request.num_tokens)
-        assert asked >= {chunk for chunk in wanted if local < (chunk + 1) * size <= limit}
-        assert all(chunk * size >= local and (chunk + 1) * size <= limit for chunk in asked)
-        assert asked <= (set(range(max(wanted) + 1)) if wanted else set())
-        # Every question is about a chunk that some boundary up to there needs.
-        assert asked <= wanted | (needed(spec, local) if spec.eagle else set())
+        assert all(local < (chunk + 1) * spec.block_size <= limit for chunk in asked)
+        assert seen == asked & there
 
 
 @quick
 @given(requests())
 def test_a_staged_lookup_finds_what_a_full_look_finds(request: Request) -> None:
     layout = request.layout
-    hit = look_up(
-        layout, request.num_tokens, lambda group, chunk: chunk in request.present[group], request.local_tokens
-    )
+    hit = look_up(layout, request.num_tokens, request.exists, request.local_tokens)
+    full = explain_prefix(layout, request.num_tokens, request.arrays(), local_tokens=request.local_tokens)
     assert hit.hit_length == longest_hit(layout, request.num_tokens, request.present, request.local_tokens)
-    assert bool(hit.report.limited_by) == (hit.hit_length < hit.report.cap)
-    dense = [number for number, spec in enumerate(layout.groups) if not is_sparse(spec)]
-    if dense:
-        expected = longest_hit(layout, request.num_tokens, request.present, request.local_tokens, dense)
-        assert hit.shared_length == expected
-
-
-@quick
-@given(requests())
-def test_stages_name_every_group_once_with_full_attention_first(request: Request) -> None:
-    stages = lookup_stages(request.layout)
-    groups = [group for stage in stages for group in stage]
-    assert sorted(groups) == list(range(len(request.layout.groups)))
-    kinds = [[request.layout.groups[group].kind for group in stage] for stage in stages]
-    assert all(stage for stage in stages)
-    if any(spec.kind == "full" for spec in request.layout.groups):
-        assert set(kinds[0]) == {"full"}
-
-
-@quick
-@given(requests())
-def test_an_old_hit_asks_again_for_all_that_it_stands_on(request: Request) -> None:
-    layout = request.layout
-    hit = look_up(
-        layout, request.num_tokens, lambda group, chunk: chunk in request.present[group], request.local_tokens
-    )
-    for spec, again in zip(layout.groups, sets(needed_again(layout, hit)), strict=True):
-        if hit.hit_length > hit.local_tokens:
-            size = spec.block_size
-            assert again == {c for c in needed(spec, hit.hit_length) if (c + 1) * size > hit.local_tokens}
+    assert hit.shared_length == full.shared_length
+    assert hit.keys_asked == sum(map(len, sets(hit.asked)))
+    report = hit.report
+    assert (report.hit_length, report.shared_length, report.cap) == (hit.hit_length, hit.shared_length, full.cap)
+    assert bool(report.limited_by) == (hit.hit_length < report.cap)
+    for alone, least, most in zip(report.group_lengths, full.group_lengths, report.asked_lengths, strict=True):
+        assert alone <= most
+        assert alone >= least or least > most  # what was not asked rules nothing out
 
 
 # Puts and gets
@@ -353,7 +277,7 @@ def test_a_put_plan_accounts_for_every_chunk(put: Put, request: Request, data: s
 @given(requests(), st.booleans(), st.integers(0, 5))
 def test_a_put_plan_knows_what_the_lookup_saw(request: Request, trust: bool, more: int) -> None:
     layout, tokens = request.layout, request.num_tokens
-    hit = look_up(layout, tokens, lambda group, chunk: chunk in request.present[group])
+    hit = look_up(layout, tokens, request.exists)
     plan = plan_put(layout, tokens + more, hit=hit, trust_hit=trust, retention_interval=0)
     for mask, known, seen in zip(sets(plan.store_masks), sets(plan.known), sets(hit.present), strict=True):
         assert known == (mask & seen if trust else set())
@@ -364,7 +288,7 @@ def test_a_put_plan_knows_what_the_lookup_saw(request: Request, trust: bool, mor
 
 @quick
 @given(requests(), st.data())
-def test_a_get_reads_what_is_missing_and_falls_back_to_what_arrived(request: Request, data: st.DataObject) -> None:
+def test_a_get_falls_back_to_what_arrived(request: Request, data: st.DataObject) -> None:
     layout, tokens = request.layout, request.num_tokens
     local = min(down(layout, request.local_tokens), down(layout, tokens - 1))
     present = [
@@ -372,30 +296,8 @@ def test_a_get_reads_what_is_missing_and_falls_back_to_what_arrived(request: Req
     ]
     lost = [data.draw(st.sets(st.integers(0, max(len(mask) - 1, 0)), max_size=3)) for mask in present]
     arrived = [mask & ~np.isin(np.arange(len(mask)), sorted(gone)) for mask, gone in zip(present, lost, strict=True)]
-    plan = plan_get(layout, tokens, present, arrived, local_tokens=local)
-    assert plan.hit_length == longest_hit(layout, tokens, request.present, local)
-    wanted = sets(load_mask(layout, plan.hit_length, local_tokens=local))
-    for missing, loads, have in zip(sets(plan.missing), wanted, sets(arrived), strict=True):
-        assert missing == loads - have
-    assert plan.complete == (not any(sets(plan.missing)[n] for n in range(len(wanted))))
-
     length = longest_arrived_prefix(layout, tokens, present, arrived, local_tokens=local)
-    good = [
-        boundary
-        for boundary in range(alignment(layout), plan.hit_length + 1, alignment(layout))
-        if all(
-            boundary <= local
-            or (
-                is_usable(spec, layout, boundary, tokens, seen, local)
-                and all(
-                    chunk in have or (chunk + 1) * spec.block_size <= local
-                    for chunk in needed(spec, boundary, margin=False)
-                )
-            )
-            for spec, seen, have in zip(layout.groups, request.present, sets(arrived), strict=True)
-        )
-    ]
-    assert length == max(good, default=0)
+    assert length == longest_loadable(layout, tokens, request.present, sets(arrived), local)
 
 
 @quick

@@ -1,0 +1,19 @@
+"""Counting chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """A number of chunks, and their payload bytes."""
+
+    chunks: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.chunks + other.chunks, self.bytes + other.bytes)
+
+
+NOTHING = Tally()

@@ -1,0 +1,54 @@
+"""Lookups without a client: the search, driven by whoever says what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mooncake_sparse_client import KVCacheLayout, PrefixHit, load_mask
+from mooncake_sparse_client.core.search import PrefixSearch
+
+Exists = Callable[[int, int], bool]
+Where = tuple[int, int]
+
+
+def answered(search: PrefixSearch, exists: Exists) -> list[list[Where]]:
+    """Answer all questions; the ``(group, chunk)`` that were asked for, request by request."""
+    rounds = []
+    for questions in search.questions():
+        asked = [(group, chunk) for group, chunks in questions for chunk in chunks]
+        search.note(questions, np.array([exists(*where) for where in asked], dtype=np.bool_))
+        rounds.append(asked)
+    return rounds
+
+
+def look_up(layout: KVCacheLayout, num_tokens: int, exists: Exists, local_tokens: int = 0) -> PrefixHit:
+    """A lookup as a client makes it, in a store that has the chunks of which ``exists`` says so."""
+    search = PrefixSearch(layout, num_tokens, local_tokens=local_tokens)
+    rounds = answered(search, exists)
+    return hit_of(search, layout, num_tokens, local_tokens, sum(map(len, rounds)), len(rounds))
+
+
+def hit_of(
+    search: PrefixSearch, layout: KVCacheLayout, num_tokens: int, local_tokens: int, keys: int, rounds: int
+) -> PrefixHit:
+    """The hit that a search ended with, or has come to."""
+    local = min(layout.align(local_tokens), layout.hit_cap(num_tokens))
+    return PrefixHit(
+        hit_length=search.hit_length,
+        shared_length=search.shared_length,
+        load_masks=load_mask(layout, search.hit_length, local_tokens=local),
+        layout=layout,
+        num_tokens=num_tokens,
+        local_tokens=local,
+        asked_lengths=tuple(search.asked_lengths),
+        known=search.known,
+        block_hashes=(),
+        cache_id="",
+        fingerprint="",
+        key_ranks=((0, 0, 0, 0),),
+        asked_at=0.0,
+        keys_asked=keys,
+        requests=rounds,
+    )
