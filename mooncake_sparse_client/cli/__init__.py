@@ -1,1 +1,2 @@
-"""The command line: ``demo`` shows the client at work, ``serve`` runs a Mooncake to develop against."""
+"""The command line: ``demo`` shows the client at work, ``explain`` what a put keeps, ``serve`` runs a Mooncake to
+develop against, ``bench`` measures."""

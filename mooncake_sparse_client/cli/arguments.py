@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,15 @@ def naming(option: str) -> Iterator[None]:
         yield
     except (ConfigError, InvalidInputError) as error:
         raise ConfigError(f"{option}: {error}") from error
+
+
+def interval_of(text: str) -> int | None:
+    """A retention interval in tokens; None for 'none', which keeps every boundary. Raises ``ConfigError``."""
+    if text.lower() == "none":
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ConfigError(f"{text!r} is neither a number of tokens nor 'none', which keeps every boundary")
+    return int(text)
 
 
 def write_figures(path: Path, text: str) -> None:

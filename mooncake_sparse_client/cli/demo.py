@@ -19,7 +19,7 @@ from ..core.masks import check_retention_interval
 from ..core.presets import PRESETS, layout_for
 from ..errors import ConfigError
 from ..stores.memory import MemoryStore
-from .arguments import naming, write_figures
+from .arguments import interval_of, naming, write_figures
 from .replay import ReplayCounts, replay
 from .report import DemoReport
 from .simulate import ModelCounts, Policy, simulate
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     with naming("--scale"):
         layout = layout_for(arguments.layout, scale=arguments.scale)
     with naming("--retention"):
-        retention = check_retention_interval(layout, _retention(arguments.retention))
+        retention = check_retention_interval(layout, interval_of(arguments.retention))
     if arguments.requests is not None and arguments.requests < 1:
         raise ConfigError(f"--requests must be positive, not {arguments.requests}")
     if arguments.json is not None:
@@ -79,14 +79,6 @@ def number(text: str) -> float:
     """``text`` such as 0.01 or 1/256, for argparse."""
     over, _, under = text.partition("/")
     return float(over) / float(under or 1)
-
-
-def _retention(text: str) -> int | None:
-    if text.lower() == "none":
-        return None
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"{text!r} is neither a number of tokens nor 'none', which keeps every boundary")
-    return int(text)
 
 
 def _client(

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ..errors import SparseStoreError
-from . import bench, demo, serve
+from . import bench, demo, explain, serve
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Run, str]] = {
     "bench": (bench.add_arguments, bench.run, "measure this client beside the plain native calls"),
     "demo": (demo.add_arguments, demo.run, "replay a request trace on a Mooncake store and show what masks save"),
+    "explain": (explain.add_arguments, explain.run, "show which chunks a put keeps, and why, and draw them"),
     "serve": (serve.add_arguments, serve.run, "run a local Mooncake (master and owner) to develop against"),
 }
 
