@@ -1,4 +1,4 @@
-"""``bench``: measure this client beside the plain native calls, in one run on a Mooncake of its own."""
+"""``bench``: measure this client beside the straightforward way, in one run on a Mooncake of its own."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from tqdm import tqdm
 from ...errors import ConfigError
 from ..arguments import write_figures
 from .data import DATA
+from .lookup import LOOKUP
 from .report import BenchReport
 from .session import FULL, QUICK, Plane, Session, matching
 
-_PLANES: Final[dict[str, Plane]] = {"data": DATA}
+_PLANES: Final[dict[str, Plane]] = {"data": DATA, "lookup": LOOKUP}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plane", choices=sorted(_PLANES), default="data", help="what to measure; default: data")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     parser.add_argument("--repeats", type=int, help=f"of each comparison; default: {FULL.repeats}")
-    parser.add_argument("--quick", action="store_true", help="about a minute: less data, fewer repeats")
+    parser.add_argument(
+        "--quick", action="store_true", help="about a minute: less data, shorter prompts, fewer repeats"
+    )
     parser.add_argument(
         "--only", action="append", metavar="GLOB", help="measurements by name, such as 'get.raw.*'; may be repeated"
     )

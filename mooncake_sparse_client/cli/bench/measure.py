@@ -18,8 +18,8 @@ from ...waiting import settled
 
 T = TypeVar("T")
 
-#: What a rate counts: 10^9 bytes a second, or keys a second.
-Unit: TypeAlias = Literal["GB/s", "keys/s"]
+#: What a rate counts: 10^9 bytes a second, or so many of something.
+Unit: TypeAlias = Literal["GB/s", "keys/s", "lookups/s", "tokens/s", "chunks/s"]
 #: Seconds between two looks at the event loop, or at this process's memory.
 _LOOK_EVERY: Final = 0.001
 _LOOK_AT_MEMORY_EVERY: Final = 0.02

@@ -9,7 +9,13 @@ from ... import __version__
 from ..table import print_table
 from .measure import Comparison, Unit, machine
 
-_RATE_NAMES: Mapping[Unit, str] = {"GB/s": "throughput_gbps", "keys/s": "keys_per_second"}
+_RATE_NAMES: Mapping[Unit, str] = {
+    "GB/s": "throughput_gbps",
+    "keys/s": "keys_per_second",
+    "lookups/s": "lookups_per_second",
+    "tokens/s": "tokens_per_second",
+    "chunks/s": "chunks_per_second",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +59,5 @@ class BenchReport:
 
 def _row(found: Comparison) -> list[str]:
     ratio = found.ratio
-    rates = [f"{rate:,.2f}" if found.unit == "GB/s" else f"{rate:,.0f}" for rate in found.typical]
+    rates = [f"{rate:,.2f}" if rate < 100 else f"{rate:,.0f}" for rate in found.typical]
     return [found.name, *rates, found.unit, f"{ratio.median:.2f}", f"{ratio.min:.2f}", f"{ratio.max:.2f}"]

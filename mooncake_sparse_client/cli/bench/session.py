@@ -51,11 +51,14 @@ class Session:
         """Whether any of them is wanted."""
         return bool(matching(names, self._only))
 
-    async def compare(self, name: str, ours: Side, theirs: Side, amount: Amount) -> None:
+    async def compare(self, name: str, ours: Side, theirs: Side, amount: Amount) -> Comparison | None:
         """Measure ``name``, if it is wanted."""
-        if self.wants(name):
-            self.comparisons.append(await side_by_side(name, ours, theirs, amount, repeats=self.effort.repeats))
-            self._done(name)
+        if not self.wants(name):
+            return None
+        found = await side_by_side(name, ours, theirs, amount, repeats=self.effort.repeats)
+        self.comparisons.append(found)
+        self._done(name)
+        return found
 
     def note(self, name: str, figures: dict[str, float]) -> None:
         """Keep what a measurement that is no comparison has found."""
