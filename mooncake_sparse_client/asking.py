@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -53,6 +54,9 @@ class Asker:
         """Ask until the search has its answer; how many keys, in how many requests."""
         keys_asked = requests = 0
         for questions in search.questions():
+            if not questions:
+                await asyncio.sleep(0)
+                continue
             present = await self._present(questions, hashes)
             search.note(questions, present)
             keys_asked += len(present) * self._ranks

@@ -35,6 +35,8 @@ _GROWTH: Final = 8
 _MOST: Final = 32768
 #: In each round over boundaries: keys for the whole needs of the longest ones, and for probes of others.
 _ROUNDS: Final = ((32, 0), (64, 512), (512, 4096), (4096, 1 << 62))
+#: Boundaries that are looked at without a pause: a millisecond's work.
+_BREATH: Final = 256
 #: While nothing is known of a prompt at all, a few probes tell a miss.
 _BLIND_ROUND: Final = (0, _FIRST)
 
@@ -68,6 +70,7 @@ class PrefixSearch:
         states = nothing_known(layout, num_tokens, self._local) if known is None else known
         self._groups = [_Group(number, layout, bytearray(states[number])) for number in range(len(layout.groups))]
         self._doubted: Questions = []
+        self._steps = 0
         #: How far each group was asked, in tokens.
         self.asked_lengths = [self._local] * len(layout.groups)
         #: Once there are no more questions: the longest usable prefix, in tokens, and the longest that the dense
@@ -80,7 +83,11 @@ class PrefixSearch:
         return tuple(bytes(group.states) for group in self._groups)
 
     def questions(self) -> Iterator[Questions]:
-        """What to ask for, one request after another. Each must be answered by ``note`` before the next."""
+        """What to ask for, one request after another. Each must be answered by ``note`` before the next.
+
+        An empty one asks for nothing. It comes after each millisecond or so of looking for the next, so that others
+        can have their turn.
+        """
         if self._doubted:
             yield self._doubted
             self._doubted = []
@@ -138,7 +145,7 @@ class PrefixSearch:
         """Ask groups of full attention from the start on; returns the longest boundary that they can serve."""
         keys = _FIRST
         while True:
-            top = self._possible(groups, top)
+            top = yield from self._possible(groups, top)
             questions = self._window(groups, top, keys)
             if not questions:
                 return top
@@ -170,14 +177,14 @@ class PrefixSearch:
         ``blind``: nothing is known of this prompt yet.
         """
         for keys, probes in chain([_BLIND_ROUND] if blind else [], _ROUNDS, repeat(_ROUNDS[-1])):
-            top = self._possible(groups, top)
-            questions = self._round(groups, top, keys, probes)
+            top = yield from self._possible(groups, top)
+            questions = yield from self._round(groups, top, keys, probes)
             if not questions:
                 break
             yield questions
         return top
 
-    def _round(self, groups: list[_Group], top: int, keys: int, probes: int) -> Questions:
+    def _round(self, groups: list[_Group], top: int, keys: int, probes: int) -> Generator[Questions, None, Questions]:
         """What the longest boundaries need, some ``keys`` in all, and one chunk each of others, ``probes`` keys."""
         asked: dict[int, list[int]] = {group.number: [] for group in groups}
         boundary = top
@@ -205,12 +212,15 @@ class PrefixSearch:
                 asked[group.number] += group.ask(first, first + 1)
                 probes -= self._ranks
                 lower = group.below(first)
-            boundary = self._possible(groups, lower)
+            boundary = yield from self._possible(groups, lower)
         return [(number, sorted(chunks)) for number, chunks in asked.items() if chunks]
 
-    def _possible(self, groups: list[_Group], boundary: int) -> int:
+    def _possible(self, groups: list[_Group], boundary: int) -> Generator[Questions, None, int]:
         """The longest at or below ``boundary`` that nothing known rules out; ``local_tokens`` never are."""
         while boundary > self._local:
+            self._steps += 1
+            if self._steps % _BREATH == 0:
+                yield []
             for group in groups:
                 lower = group.next_below(boundary)
                 if lower < boundary:

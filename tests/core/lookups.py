@@ -19,7 +19,8 @@ def answered(search: PrefixSearch, exists: Exists) -> list[list[Where]]:
     for questions in search.questions():
         asked = [(group, chunk) for group, chunks in questions for chunk in chunks]
         search.note(questions, np.array([exists(*where) for where in asked], dtype=np.bool_))
-        rounds.append(asked)
+        if asked:  # an empty question is but a pause
+            rounds.append(asked)
     return rounds
 
 

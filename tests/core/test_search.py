@@ -171,6 +171,21 @@ def _overlap(layout: KVCacheLayout) -> int:
     return widest // layout.alignment
 
 
+def test_a_long_look_for_the_next_question_has_pauses() -> None:
+    layout = layout_for("deepseek-v4")
+    search = PrefixSearch(layout, 2**20)
+    present = [
+        mask if spec.dense else set() for spec, mask in zip(layout.groups, everything(layout, 2**20), strict=True)
+    ]
+    pauses, boundaries = 0, 2**20 // 256
+    for questions in search.questions():
+        pauses += not questions
+        asked = [_there(present[group], chunk) for group, chunks in questions for chunk in chunks]
+        search.note(questions, np.array(asked, dtype=np.bool_))
+    assert search.hit_length == 0
+    assert pauses >= boundaries // 256
+
+
 def test_a_hole_in_full_attention_ends_the_search_there() -> None:
     layout = layout_for("llama")
     present = everything(layout, TOKENS)[0]
