@@ -17,12 +17,13 @@ from .core.layout import (
     SlidingWindowSpec,
 )
 from .core.masks import load_mask, store_mask
-from .core.plans import PrefixHit, PutPlan, Tally
+from .core.plans import PrefixHit, PutPlan
 from .core.prefix import PrefixReport, explain_prefix, longest_usable_prefix
 from .core.presets import PRESETS, layout_for
 from .core.reasons import Reason
 from .core.results import ChunkFailure, GetResult, Health, PutResult, RemoveResult
 from .core.sequence import TokenSequence
+from .core.tally import Tally
 from .errors import SparseStoreError
 from .identity import Profile
 from .paged import PagedKVCache

@@ -10,10 +10,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from .core.known import PRESENT, in_state
 from .core.masks import BoolArray, load_mask, read_only, store_mask
 from .core.plans import PrefixHit, no_presence
 from .core.results import RemoveResult
-from .core.search import PRESENT, PrefixSearch, in_state
+from .core.search import PrefixSearch
 from .data_plane.reading import Room
 from .data_plane.transfer import Parts, Transport, chosen, runs_of
 from .stores.base import RemoveOutcome
@@ -32,7 +33,7 @@ class Asker:
         self._ranks = len(transport.identity.keys.schema.lookup_ranks)
 
     async def lookup(self, hashes: Hashes, num_tokens: int, local_tokens: int) -> PrefixHit:
-        """Ask stage by stage, each only as far as the ones before it allow."""
+        """Ask until the longest usable prefix is known; see ``core.search``."""
         asked_at = time.monotonic()
         search = self._search(num_tokens, local_tokens)
         keys_asked, requests = await self.settle(search, hashes)

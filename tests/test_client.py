@@ -637,6 +637,18 @@ async def test_many_callers_at_once() -> None:
         assert max(Counter(spy.keys_of("put")).values()) == 1
 
 
+async def test_an_old_hit_that_the_engine_holds_itself_asks_for_nothing() -> None:
+    """With a draft margin the chunk behind it has no name yet: it is not to be asked for."""
+    spy = Spy(lease=0.0)
+    layout = KVCacheLayout([FullAttentionSpec(16, page_size_bytes=48, eagle=True)])
+    async with client_of(spy, layout) as client:
+        hit = await client.lookup(client.sequence(range(58)), local_tokens=48)
+        assert (hit.hit_length, hit.keys_asked) == (48, 0)
+        got = await client.get(hit)
+        assert (got.hit_length, got.failures, got.loaded) == (48, (), Tally())
+        assert spy.calls == []
+
+
 async def test_requests_are_cut_to_the_limits() -> None:
     spy = Spy()
     limits = Limits(max_batch_bytes=4 * (48 + HEADER_SIZE) + 1, max_batch_keys=10, concurrency=2)

@@ -266,9 +266,10 @@ def test_paged_memory_is_a_source_and_sink_like_any_other(data: st.DataObject) -
         st.sets(st.tuples(st.integers(0, len(layout.groups) - 1), st.integers(0, 33)), max_size=5), label="lacks"
     )
     lost = data.draw(st.sets(st.integers(0, 200), max_size=3), label="lost")
+    seed = data.draw(st.integers(0, 9))  # outside of the event loop: drawing may read files
 
     async def run() -> None:
-        engine = Engine(layout, blocks, pieces=pieces, seed=data.draw(st.integers(0, 9))).fill()
+        engine = Engine(layout, blocks, pieces=pieces, seed=seed).fill()
         tables = [table.copy() for table in engine.tables]
         for group, chunk in lacks:
             tables[group][chunk] = -1

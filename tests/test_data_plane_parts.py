@@ -25,7 +25,7 @@ from mooncake_sparse_client.data_plane.pacing import paced
 from mooncake_sparse_client.data_plane.transfer import Jobs, chosen, listed, runs_of
 from mooncake_sparse_client.errors import ClientClosedError, StoreAnswerError, StoreError
 from mooncake_sparse_client.stores.base import Failure, PlacedGets, PlacedPuts
-from mooncake_sparse_client.stores.native_calls import in_parts
+from mooncake_sparse_client.stores.native_calls import ask_in_parts, in_parts
 from mooncake_sparse_client.stores.wrapping import WrappedStore
 
 #: No deadline: a loaded machine is no failure. The same examples every time.
@@ -830,3 +830,35 @@ def test_others_get_the_interpreter_after_each_turn(monkeypatch: pytest.MonkeyPa
         clock.now += 2
     assert seen == list(range(10))
     assert pauses == [3, 6, 9]
+
+
+class Answering:
+    """A native store that answers a question for so many keys with these codes, call by call."""
+
+    def __init__(self, *codes: int) -> None:
+        self.codes = list(codes)
+        self.asked: list[list[str]] = []
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        self.asked.append(keys)
+        return [self.codes[len(self.asked) - 1]] * len(keys)
+
+
+def test_a_long_question_goes_in_calls_of_some_60_kilobytes() -> None:
+    keys = [f"{number:0600}" for number in range(250)]
+    native = Answering(1, 0, 1)
+    assert ask_in_parts(native, keys) == [1] * 100 + [0] * 100 + [1] * 50  # type: ignore[arg-type]
+    assert [key for part in native.asked for key in part] == keys
+    assert ask_in_parts(Answering(), []) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", [-900, -901, -1])
+def test_a_call_that_fails_is_the_last_of_its_question(code: int) -> None:
+    """Each of the others would take as long: minutes, where a master is gone."""
+    keys = [f"{number:0600}" for number in range(450)]
+    native = Answering(1, code)
+    assert ask_in_parts(native, keys) == [1] * 100 + [code] * 350  # type: ignore[arg-type]
+    assert len(native.asked) == 2
+    missing = Answering(-704, 0, -800, 1, 1)  # which is an answer for a key
+    assert len(ask_in_parts(missing, keys)) == 450  # type: ignore[arg-type]
+    assert len(missing.asked) == 5

@@ -169,7 +169,7 @@ def test_json_is_the_explanation(capsys: pytest.CaptureFixture[str], tmp_path: P
 @pytest.mark.parametrize(
     ("variables", "shown"),
     [
-        ({}, "none set, every boundary is retained (origin: default)"),
+        ({}, "none, every boundary is retained (origin: default)"),
         ({1: "512"}, f"512 tokens, every multiple is retained (origin: {RETENTION_VARIABLES[1]})"),
         ({0: "0", 1: "512"}, f"0, no boundary is retained but those below (origin: {RETENTION_VARIABLES[0]})"),
     ],
@@ -430,7 +430,7 @@ def test_a_picture_of_another_kind_is_refused_before_any_work(
         ("--tokens 99999999999", r"^explain: --tokens must be from 256.* not 99999999999"),
         ("--num-prompt-tokens=-1", r"^explain: --num-prompt-tokens must not be negative"),
         ("--start-token=-5", r"^explain: --start-token must not be negative"),
-        ("--start-token 5000", r"^explain: start_token 5000 lies behind the 4096 tokens to put"),
+        ("--start-token 5000", r"^explain: --start-token: start_token 5000 lies behind the 4096 tokens to put"),
         ("--boundary=-1", r"^explain: --boundary must not be negative, but is -1"),
         ("--retention-interval x", r"^explain: --retention-interval: 'x' is neither a number of tokens nor 'none'"),
         ("--retention-interval=-1", r"^explain: --retention-interval: '-1' is neither"),

@@ -36,9 +36,10 @@ ALLOWED = {
 #: Inside the core, from the bottom: a module imports only from lines above its own.
 CORE_ORDER = [
     {"encoding"},
-    {"layout", "hashing", "tally"},
+    {"layout", "hashing", "tally", "tables"},
     {"masks", "keys", "sequence", "presets", "framing"},
-    {"prefix", "search", "reasons"},
+    {"prefix", "known", "reasons"},
+    {"search"},
     {"explain"},
     {"plans"},
     {"results"},

@@ -111,6 +111,60 @@ async def test_many_keys_travel_in_requests_side_by_side_and_in_order() -> None:
     assert [key for keys in store.asked for key in keys] == letters
 
 
+async def test_a_slow_request_does_not_hold_up_the_next_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake_sparse_client.data_plane.questions._PATIENCE", 0.001)
+    store = HeldStore()
+    questions = Questions(store, Limits())
+    slow = ask(questions, "a")
+    await turns()
+    tasks = [ask(questions, keys) for keys in ("B", "Bc")]
+    await turns()
+    await asyncio.sleep(0.01)
+    assert store.words == ["a", "Bc"]
+    store.gates[1].set()
+    assert [said(answer) for answer in await asyncio.gather(*tasks)] == ["1", "10"]
+    assert not slow.done()
+    for number in range(8):  # however many are slow, some wait
+        tasks.append(ask(questions, "dEfGhIjK"[number]))
+        await asyncio.sleep(0.005)
+    assert store.words == ["a", "Bc", "d", "E", "f"]
+    for _ in range(8):
+        for gate in store.gates:
+            gate.set()
+        await turns()
+    assert store.words == ["a", "Bc", "d", "E", "f", "GhIjK"]
+    assert [said(answer) for answer in await asyncio.gather(slow, *tasks[2:])] == list("001010101")
+
+
+async def test_small_questions_do_not_wait_for_large_ones() -> None:
+    store = HeldStore()
+    questions = Questions(store, Limits())
+    large = asyncio.create_task(questions.ask([f"k{number}" for number in range(1025)]))
+    await turns()
+    small = ask(questions, "aB")
+    await turns()
+    assert [len(keys) for keys in store.asked] == [1024, 1, 2]
+    store.gates[2].set()
+    assert said(await small) == "01"
+    store.gates[0].set()
+    store.gates[1].set()
+    assert not (await large).any()
+
+
+async def test_no_more_gathers_than_travels_in_a_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake_sparse_client.data_plane.questions._MOST_KEYS", 3)
+    monkeypatch.setattr("mooncake_sparse_client.data_plane.questions._BREATH", 2)
+    store = HeldStore()
+    questions = Questions(store, Limits())
+    tasks = [ask(questions, keys) for keys in ("aB", "aB", "cD", "e")]
+    for _ in range(4):
+        await turns()
+        for gate in store.gates:
+            gate.set()
+    assert [said(answer) for answer in await asyncio.gather(*tasks)] == ["01", "01", "01", "0"]
+    assert store.words == ["aBcD", "e"]
+
+
 async def test_where_requests_are_counted_there_are_few() -> None:
     store = HeldStore()
     questions = Questions(store, Limits(requests_per_second=5))

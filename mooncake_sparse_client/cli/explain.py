@@ -16,8 +16,9 @@ from ..checks import whole_number
 from ..config import Retention, load_retention
 from ..core.layout import KVCacheLayout
 from ..core.masks import check_retention_interval, load_mask
-from ..core.plans import PutPlan, Tally, plan_put
+from ..core.plans import PutPlan, plan_put
 from ..core.presets import PRESETS, layout_for
+from ..core.tally import Tally
 from ..errors import ConfigError
 from .arguments import interval_of, naming, write_figures
 from .image import check_image, draw
@@ -31,7 +32,9 @@ _MOST_TOKENS: Final = 1 << 24
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", choices=sorted(PRESETS), default="deepseek-v4", help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=4096, help="length of the sequence; default: %(default)s")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, metavar="N", help="length of the sequence; default: %(default)s"
+    )
     parser.add_argument(
         "--retention-interval",
         metavar="N",
@@ -52,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--local-tokens", type=int, default=0, metavar="N", help="of --load: a prefix that the engine holds; default: 0"
     )
     parser.add_argument("--image", type=Path, metavar="FILE", help="draw to this .png or .svg file too")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file too")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,7 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{plan.explain()}\n")
     if load is not None:
         load.show(layout)
-    print("\n".join(sketch(picture, shutil.get_terminal_size().columns, shades_for(sys.stdout.encoding))))
+    shades = shades_for(getattr(sys.stdout, "encoding", None))
+    print("\n".join(sketch(picture, shutil.get_terminal_size().columns, shades)))
     return 0
 
 
@@ -101,8 +105,8 @@ class _Load:
 
     def tallies(self, layout: KVCacheLayout) -> list[Tally]:
         masks = load_mask(layout, self.hit_length, local_tokens=self.local_tokens)
-        counts = [int(np.count_nonzero(mask)) for mask in masks]
-        return [Tally(count, count * page) for count, page in zip(counts, layout.page_sizes, strict=True)]
+        pairs = zip(masks, layout.page_sizes, strict=True)
+        return [Tally.of(int(np.count_nonzero(mask)), page) for mask, page in pairs]
 
     def figures(self, layout: KVCacheLayout) -> dict[str, object]:
         """Plain values, ready for JSON."""
@@ -132,7 +136,7 @@ def _load(arguments: argparse.Namespace, layout: KVCacheLayout, end_token: int) 
     """The hit that the arguments speak of. Raises ``ConfigError``."""
     local = layout.align(whole_number(arguments.local_tokens, "--local-tokens", ConfigError))
     if arguments.load is None:
-        if local:
+        if arguments.local_tokens:
             raise ConfigError("--local-tokens says what the engine holds of a hit: name the hit with --load")
         return None
     hit = whole_number(arguments.load, "--load", ConfigError)
@@ -154,15 +158,19 @@ def _plan(arguments: argparse.Namespace, layout: KVCacheLayout) -> PutPlan:
     retention = _retention(arguments.retention_interval)
     with naming(retention.origin):
         check_retention_interval(layout, retention.interval)
-    return plan_put(
-        layout,
-        tokens,
-        num_prompt_tokens=whole_number(prompt, "--num-prompt-tokens", ConfigError),
-        start_token=whole_number(arguments.start_token, "--start-token", ConfigError),
-        boundaries=[whole_number(position, "--boundary", ConfigError) for position in arguments.boundary],
-        retention_interval=retention.interval,
-        retention_origin=retention.origin,
-    )
+    prompt = whole_number(prompt, "--num-prompt-tokens", ConfigError)
+    boundaries = [whole_number(position, "--boundary", ConfigError) for position in arguments.boundary]
+    start = whole_number(arguments.start_token, "--start-token", ConfigError)
+    with naming("--start-token"):
+        return plan_put(
+            layout,
+            tokens,
+            num_prompt_tokens=prompt,
+            start_token=start,
+            boundaries=boundaries,
+            retention_interval=retention.interval,
+            retention_origin=retention.origin,
+        )
 
 
 def _retention(text: str | None) -> Retention:

@@ -14,7 +14,11 @@ from . import bench, demo, explain, serve
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Run, str]] = {
-    "bench": (bench.add_arguments, bench.run, "measure this client beside the plain native calls"),
+    "bench": (
+        bench.add_arguments,
+        bench.run,
+        "measure this client beside the plain native calls, or its lookups beside the plain way",
+    ),
     "demo": (demo.add_arguments, demo.run, "replay a request trace on a Mooncake store and show what masks save"),
     "explain": (explain.add_arguments, explain.run, "show which chunks a put keeps, and why, and draw them"),
     "serve": (serve.add_arguments, serve.run, "run a local Mooncake (master and owner) to develop against"),
@@ -35,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:
         status = _COMMANDS[arguments.command][1](arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # whoever started this may have closed it
+            sys.stdout.flush()
         return status
     except SparseStoreError as error:
         print(f"{arguments.command}: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..client import SparseStoreClient
-from ..core.plans import NOTHING, Tally
+from ..core.tally import NOTHING, Tally
 from .trace import ChunkContent, Request
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core.layout import GroupSpec, KVCacheLayout
-from ..core.plans import NOTHING, Tally
+from ..core.tally import NOTHING, Tally
 from .replay import ReplayCounts
 from .simulate import ModelCounts
 from .table import human_bytes, print_table

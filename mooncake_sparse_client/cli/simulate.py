@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from ..core.layout import KVCacheLayout
 from ..core.masks import BoolArray, store_mask
-from ..core.plans import Tally, learned_junctions
+from ..core.plans import learned_junctions
 from ..core.prefix import explain_prefix
+from ..core.tally import Tally
 from .trace import TRACE_BLOCK, Request
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core.tables import table_lines
+
 
 def human_bytes(number: int) -> str:
     """``number`` of bytes in the largest unit that leaves at least one."""
@@ -16,16 +18,4 @@ def human_bytes(number: int) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *others = cells
-        padded = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
-        return "  ".join(padded).rstrip()
-
-    print(line(header))
-    print("  ".join("-" * width for width in widths))
-    for row in rows:
-        print(line(row))
-    print()
+    print("\n".join(table_lines(header, rows)), end="\n\n")

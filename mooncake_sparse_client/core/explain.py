@@ -12,6 +12,7 @@ from .layout import GroupSpec, KVCacheLayout
 from .masks import BoolArray, needed_chunks
 from .prefix import PrefixReport
 from .reasons import Reason, ReasonArray
+from .tables import table_lines
 from .tally import NOTHING, Tally
 
 
@@ -28,8 +29,9 @@ class GroupLookup:
     #: How far it was asked: no further than what the groups before it allow.
     asked_length: int
     chunks_asked: int
-    #: The first chunk that was asked for and is missing, of those that the next longer prefix needs. None where none
-    #: is: the group could serve all that it was asked for, or the request does not reach the end of its draft margin.
+    #: The first chunk that was asked for and is missing, of those that the boundary after the hit needs where the
+    #: group limits, else of those that the one after ``length`` does. None where none is: the group could serve all
+    #: that it was asked for, or the request does not reach the end of its draft margin.
     first_missing: int | None
     #: Whether the group held the hit back.
     limits: bool
@@ -70,7 +72,7 @@ class LookupExplanation:
                     else []
                 ),
                 "",
-                *_table(
+                *table_lines(
                     ["group", "block", "could serve", "asked up to", "chunks asked", "first missing", "limits"],
                     [
                         [
@@ -153,6 +155,8 @@ class PutExplanation:
 
     def __str__(self) -> str:
         kept, every = self.kept, self.kept + self.skipped
+        # Reasons that keep nothing anywhere would only make the table wide.
+        columns = [name for name in _COUNTED if any(getattr(group, name).chunks for group in self.groups)]
         return "\n".join(
             [
                 f"keeps {kept.chunks:,} of {every.chunks:,} chunks of tokens {self.start_token} to {self.end_token}",
@@ -161,9 +165,9 @@ class PutExplanation:
                 f"caller's boundaries: {_listed(self.caller_boundaries)}",
                 f"learned junctions: {_listed(self.junctions)}",
                 "",
-                *_table(
-                    ["group", "block", *_COUNTED, "bytes kept", "bytes skipped"],
-                    [[_label(group), str(group.block_size), *_counts(group)] for group in self.groups],
+                *table_lines(
+                    ["group", "block", *columns, "bytes kept", "bytes skipped"],
+                    [[_label(group), str(group.block_size), *_counts(group, columns)] for group in self.groups],
                 ),
             ]
         )
@@ -172,7 +176,7 @@ class PutExplanation:
         origin = f" (origin: {self.retention_origin})" if self.retention_origin else ""
         match self.retention_interval:
             case None:
-                return f"none set, every boundary is retained{origin}"
+                return f"none, every boundary is retained{origin}"
             case 0:
                 return f"0, no boundary is retained but those below{origin}"
             case interval:
@@ -209,12 +213,14 @@ def explain_lookup(
                 length=length,
                 asked_length=most,
                 chunks_asked=int(np.count_nonzero(asked[number])),
-                first_missing=_first_missing(spec, length + layout.alignment, most, asked[number] & ~present[number]),
-                limits=number in report.limited_by,
+                first_missing=_first_missing(spec, before + layout.alignment, most, asked[number] & ~present[number]),
+                limits=limits,
             )
             for number, (spec, length, most) in enumerate(
                 zip(layout.groups, report.group_lengths, report.asked_lengths, strict=True)
             )
+            for limits in (number in report.limited_by,)
+            for before in (report.hit_length if limits else length,)
         ),
     )
 
@@ -239,22 +245,20 @@ def count_reasons(
 
 
 def _count(number: int, spec: GroupSpec, counts: Sequence[int], known: int) -> GroupPut:
-    def tally(chunks: int) -> Tally:
-        return Tally(chunks, chunks * (spec.page_size_bytes or 0))
-
+    page = spec.page_size_bytes
     return GroupPut(
         group=number,
         name=spec.name,
         kind=spec.kind,
         block_size=spec.block_size,
-        page_size_bytes=spec.page_size_bytes,
-        dense=tally(counts[Reason.DENSE]),
-        segment=tally(counts[Reason.SEGMENT]),
-        replay=tally(counts[Reason.REPLAY]),
-        boundary=tally(counts[Reason.BOUNDARY]),
-        junction=tally(counts[Reason.JUNCTION]),
-        skipped=tally(counts[Reason.SKIPPED]),
-        known=tally(known),
+        page_size_bytes=page,
+        dense=Tally.of(counts[Reason.DENSE], page),
+        segment=Tally.of(counts[Reason.SEGMENT], page),
+        replay=Tally.of(counts[Reason.REPLAY], page),
+        boundary=Tally.of(counts[Reason.BOUNDARY], page),
+        junction=Tally.of(counts[Reason.JUNCTION], page),
+        skipped=Tally.of(counts[Reason.SKIPPED], page),
+        known=Tally.of(known, page),
     )
 
 
@@ -268,8 +272,8 @@ def _limit(group: GroupLookup) -> str:
 _COUNTED: Final = ("dense", "segment", "replay", "boundary", "junction", "skipped", "known")
 
 
-def _counts(group: GroupPut) -> list[str]:
-    chunks = [f"{getattr(group, name).chunks:,}" for name in _COUNTED]
+def _counts(group: GroupPut, columns: Sequence[str]) -> list[str]:
+    chunks = [f"{getattr(group, name).chunks:,}" for name in columns]
     if group.page_size_bytes is None:
         return [*chunks, "-", "-"]
     return [*chunks, f"{group.kept.bytes:,}", f"{group.skipped.bytes:,}"]
@@ -281,14 +285,6 @@ def _label(group: GroupLookup | GroupPut) -> str:
 
 def _listed(boundaries: Sequence[int]) -> str:
     return ", ".join(map(str, boundaries)) or "none"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the first column to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in (header, *rows)
-    ]
 
 
 def _plain(value: object) -> object:

@@ -168,9 +168,12 @@ class BlockHasher:
 def token_array(token_ids: TokenIds, *, limit: int = _VLLM_LIMIT) -> TokenArray:
     """``token_ids`` (a list, array or NumPy array of non-negative ints below ``limit``) as uint32 or int64.
 
+    In a list, whatever Python takes as an index is an int.
+
     Raises ``InvalidTokensError`` and says which id is at fault.
     """
-    if isinstance(token_ids, list | tuple) and token_ids and not isinstance(token_ids[0], bool | np.bool_):
+    listed = isinstance(token_ids, list | tuple) and len(token_ids) > 0 and limit >= _PACKED_LIMIT
+    if listed and not isinstance(token_ids[0], bool | np.bool_):
         # Several times as fast as NumPy, and refuses what is no int from 0 to 2^32 - 1. What it cannot take is
         # looked at below; so is a list that starts with a bool, since one of bools alone is no list of ids.
         with suppress(TypeError, ValueError, OverflowError):

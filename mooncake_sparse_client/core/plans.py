@@ -15,7 +15,8 @@ from ..checks import items_of
 from ..errors import InvalidRequestError
 from .explain import LookupExplanation, PutExplanation, count_reasons, explain_lookup
 from .keys import Rank
-from .layout import FullAttentionSpec, GroupSpec, KVCacheLayout
+from .known import ABSENT, PRESENT, in_state
+from .layout import FullAttentionSpec, KVCacheLayout
 from .masks import (
     BoolArray,
     check_retention_interval,
@@ -26,9 +27,7 @@ from .masks import (
 )
 from .prefix import PrefixReport, candidate_boundaries, explain_prefix, longest, usable_boundaries
 from .reasons import Reason, ReasonArray, chunk_reasons
-from .search import ABSENT, PRESENT, in_state
-from .tally import NOTHING as NOTHING
-from .tally import Tally as Tally
+from .tally import Tally
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +47,7 @@ class PrefixHit:
     local_tokens: int
     #: How far each group was asked, in tokens: no group is asked beyond what those before it allow.
     asked_lengths: tuple[int, ...] = field(repr=False)
-    #: What is known of each group's chunks, a byte each (see ``core.search``).
+    #: What is known of each group's chunks, a byte each (see ``core.known``).
     known: tuple[bytes, ...] = field(repr=False)
     #: The sequence's block hashes at the time: what the hit is of.
     block_hashes: tuple[bytes, ...] = field(repr=False)
@@ -215,9 +214,11 @@ def plan_put(
         junctions=junctions,
         store_masks=read_only(masks),
         known=read_only(_known(masks, hit if trust_hit else None)),
-        reachable=tuple(_tally(spec, count) for spec, count in zip(layout.groups, counts, strict=True)),
+        reachable=tuple(
+            Tally.of(count, spec.page_size_bytes) for spec, count in zip(layout.groups, counts, strict=True)
+        ),
         unreachable=tuple(
-            _tally(spec, (end - start) // spec.block_size - count)
+            Tally.of((end - start) // spec.block_size - count, spec.page_size_bytes)
             for spec, count in zip(layout.groups, counts, strict=True)
         ),
     )
@@ -243,10 +244,6 @@ def _known(masks: tuple[BoolArray, ...], hit: PrefixHit | None) -> Iterator[Bool
         both = min(len(mask), len(present))
         np.logical_and(mask[:both], present[:both], out=known[:both])
         yield known
-
-
-def _tally(spec: GroupSpec, chunks: int) -> Tally:
-    return Tally(chunks, chunks * (spec.page_size_bytes or 0))
 
 
 def no_presence(layout: KVCacheLayout, num_tokens: int) -> tuple[BoolArray, ...]:

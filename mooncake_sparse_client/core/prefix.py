@@ -30,8 +30,8 @@ class PrefixReport:
     group_lengths: tuple[int, ...]
     #: How far each group was asked: no group is asked beyond what the groups before it allow.
     asked_lengths: tuple[int, ...]
-    #: The groups that held the hit back: of those that fell short of what they were asked for, the shortest.
-    #: Empty when the hit is as long as it may be.
+    #: The groups that held the hit back: what was seen to be missing there rules out the boundary after the hit.
+    #: Empty when the hit is as long as it may be, or when no group was asked for more.
     limited_by: tuple[int, ...]
     #: The longest hit that the request may have at all.
     cap: int
@@ -76,7 +76,6 @@ def explain_prefix(
     lengths = tuple(
         longest(boundaries, (row & (boundaries <= most))[None]) for row, most in zip(possible, wanted, strict=True)
     )
-    short = [length for length, most in zip(lengths, wanted, strict=True) if length < most]
     hit, dense = longest(boundaries, usable), [number for number, spec in enumerate(layout.groups) if spec.dense]
     return PrefixReport(
         hit_length=hit,
@@ -85,8 +84,8 @@ def explain_prefix(
         asked_lengths=wanted,
         limited_by=tuple(
             number
-            for number, (length, most) in enumerate(zip(lengths, wanted, strict=True))
-            if length < most and length == min(short)
+            for number, (row, most) in enumerate(zip(possible, wanted, strict=True))
+            if most > hit and not row[hit // layout.alignment]
         ),
         cap=cap,
     )

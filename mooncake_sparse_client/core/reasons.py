@@ -16,7 +16,7 @@ ReasonArray = NDArray[np.uint8]
 
 
 class Reason(IntEnum):
-    """Why a put keeps a chunk, or does not. Where several hold, the first in this order counts."""
+    """Why a put keeps a chunk, or does not. Of several that keep it, the first in this order counts."""
 
     #: The chunk lies before ``start_token``: an earlier step's affair.
     OUTSIDE = 0

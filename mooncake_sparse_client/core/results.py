@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .plans import NOTHING, Tally
+from .tally import NOTHING, Tally
 
 
 class ChunkFailure(NamedTuple):

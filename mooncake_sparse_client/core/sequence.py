@@ -113,7 +113,8 @@ class TokenSequence:
     @property
     def token_ids(self) -> NDArray[np.int64]:
         """A copy of the ids."""
-        return np.array(self._ids, dtype=np.int64)
+        with self._lock:  # an array that is looked at cannot grow
+            return np.array(self._ids, dtype=np.int64)
 
     @property
     def unhashed_tokens(self) -> int:

@@ -12,6 +12,11 @@ class Tally:
     chunks: int = 0
     bytes: int = 0
 
+    @classmethod
+    def of(cls, chunks: int, page_size_bytes: int | None) -> Tally:
+        """So many chunks of one group; without bytes where the layout does not say."""
+        return cls(chunks, chunks * (page_size_bytes or 0))
+
     def __add__(self, other: Tally) -> Tally:
         return Tally(self.chunks + other.chunks, self.bytes + other.bytes)
 

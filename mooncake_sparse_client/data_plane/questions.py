@@ -1,19 +1,21 @@
 """Existence questions of concurrent callers, on their way to the store together.
 
-While some are on the wire the next gather, and then travel at once, each key asked for once however many want to
-know. A question never joins one that was sent before it: who has written a value would otherwise be told that it is
-not there.
+While a request is on the wire the next gathers, and each key of it is asked for once, however many want to know. A
+question never joins what was sent before it: who has written a value would otherwise be told that it is not there.
+Small questions and large ones go different ways, and one that is slow does not hold up the others for long.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..config import Limits
 from ..core.masks import BoolArray
@@ -21,32 +23,38 @@ from ..errors import ClientClosedError, StoreAnswerError
 from ..stores.base import DistinctKeys, Store
 from ..waiting import copied, run_all
 
-#: What has more keys than this travels in requests side by side: a master works on several at a time.
-_WHOLE: Final = 1024
+#: What has more keys than this is large, and travels in parts side by side: a master works on several at a time.
+_SMALL: Final = 1024
 _ABREAST: Final = 4
+#: Different keys that gather at most: what is asked for beyond them travels next.
+_MOST_KEYS: Final = 32768
+#: Keys that are joined, or told apart again, without a pause: some milliseconds' work.
+_BREATH: Final = 16384
+#: Seconds after which what gathers waits no longer for what is on the wire, and how often that may happen at a time.
+_PATIENCE: Final = 0.02
+_ON_THE_WIRE: Final = 4
 
 
 @dataclass(slots=True, eq=False)
 class _Question:
     keys: Sequence[str]
     answer: asyncio.Future[BoolArray]
-    #: Where the answers to its keys stand among those of all on the wire; None: they are the only ones.
-    places: list[int] | None = None
+    #: Where the answers to its keys stand among those to the request; None: they are the only ones.
+    places: NDArray[np.intp] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    #: What has been joined to it.
+    questions: list[_Question] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
 
 
 class Questions:
-    """The way of one client's existence questions to ``store``. Belongs to one event loop."""
+    """The ways of one client's existence questions to ``store``. Belongs to one event loop."""
 
     def __init__(self, store: Store, limits: Limits) -> None:
-        self._store = store
-        self._most = limits.max_batch_keys
-        # Where requests are counted, there are as few as may be.
-        self._whole = self._most if limits.requests_per_second is not None else min(_WHOLE, self._most)
-        self._waiting: list[_Question] = []
-        #: What is on the wire, and the task that ends with it.
-        self._sent: list[_Question] = []
-        self._task: asyncio.Task[list[bool]] | None = None
-        self._due: asyncio.Handle | None = None
+        self._small, self._large = _Way(store, limits), _Way(store, limits)
         self._closed = False
 
     async def ask(self, keys: Sequence[str]) -> BoolArray:
@@ -56,9 +64,34 @@ class Questions:
         ``ClientClosedError``.
         """
         if self._closed:
-            raise ClientClosedError("the client was closed during this call")
+            raise _closed()
         if not keys:
             return np.zeros(0, dtype=np.bool_)
+        return await (self._small if len(keys) <= _SMALL else self._large).ask(keys)
+
+    async def settle(self, timeout: float) -> None:
+        """Refuse what waits and whatever comes, and wait at most ``timeout`` seconds for what is on the wire."""
+        self._closed = True
+        tasks = [*self._small.close(), *self._large.close()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout)
+
+
+class _Way:
+    """Questions of a kind, joined request by request, first come first served."""
+
+    def __init__(self, store: Store, limits: Limits) -> None:
+        self._store = store
+        self._most = limits.max_batch_keys
+        # Where requests are counted, there are as few as may be.
+        self._whole = self._most if limits.requests_per_second is not None else min(_SMALL, self._most)
+        self._waiting: deque[_Question] = deque()
+        self._wire: set[_Request] = set()
+        #: The request that what gathers waits for.
+        self._fresh: _Request | None = None
+        self._due: asyncio.Handle | None = None
+
+    async def ask(self, keys: Sequence[str]) -> BoolArray:
         question = _Question(keys, asyncio.get_running_loop().create_future())
         self._waiting.append(question)
         self._soon()
@@ -68,32 +101,72 @@ class Questions:
             if question.answer.cancelled():
                 self._give_up_unwanted()
 
-    async def settle(self, timeout: float) -> None:
-        """Refuse what waits and whatever comes, and wait at most ``timeout`` seconds for what is on the wire."""
-        self._closed = True
+    def close(self) -> list[asyncio.Task[None]]:
+        """Refuse what waits; what is on the wire is answered."""
         for question in self._waiting:
-            _fail(question, ClientClosedError("the client was closed during this call"))
-        self._waiting = []
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=timeout)
+            _fail(question, _closed())
+        self._waiting.clear()
+        return [request.task for request in self._wire if request.task is not None]
 
     def _soon(self) -> None:
         """Send once all that is ready to run has run: what is asked at the same moment travels together."""
-        if self._task is None and self._due is None:
+        if self._waiting and self._due is None and self._fresh is None and len(self._wire) < _ON_THE_WIRE:
             self._due = asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
-        self._due = None
-        self._sent, self._waiting = [question for question in self._waiting if not question.answer.done()], []
-        if self._sent:
-            self._task = asyncio.get_running_loop().create_task(self._ask_store(_joined(self._sent)))
-            self._task.add_done_callback(self._arrived)
+        self._due, loop = None, asyncio.get_running_loop()
+        request = _Request()
+        request.task = loop.create_task(self._carry(request))
+        patience = loop.call_later(_PATIENCE, self._pass_by, request)
+        request.task.add_done_callback(lambda task: self._arrived(request, task, patience))
+        self._wire.add(request)
+        self._fresh = request
 
-    async def _ask_store(self, keys: Sequence[str]) -> list[bool]:
-        if len(keys) <= self._whole:
-            return await self._checked(keys)
-        size = max(self._whole, min(self._most, -(-len(keys) // _ABREAST)))
-        parts = [keys[start : start + size] for start in range(0, len(keys), size)]
+    def _pass_by(self, request: _Request) -> None:
+        """Let the next request go, although this one is not back."""
+        if self._fresh is request:
+            self._fresh = None
+            self._soon()
+
+    async def _carry(self, request: _Request) -> None:
+        answers = await self._ask_store(await self._join(request))
+        work = 0
+        for question in request.questions:
+            if not question.answer.done():
+                question.answer.set_result(answers if question.places is None else answers[question.places])
+            work += len(question.keys)
+            if work >= _BREATH:
+                work = 0
+                await asyncio.sleep(0)
+
+    async def _join(self, request: _Request) -> Sequence[str]:
+        """The next questions' keys, each once. More may come while this goes on: nothing is sent yet."""
+        places: dict[str, int] = {}
+        work = 0
+        while self._waiting and len(places) < _MOST_KEYS:
+            question = self._waiting.popleft()
+            if question.answer.done():
+                continue  # cancelled
+            request.questions.append(question)
+            if not places and not self._waiting:
+                return question.keys
+            question.places = np.empty(len(question.keys), dtype=np.intp)
+            for first in range(0, len(question.keys), _BREATH):
+                some = question.keys[first : first + _BREATH]
+                numbers = [places.setdefault(key, len(places)) for key in some]
+                question.places[first : first + len(some)] = numbers
+                work += len(some)
+                if work >= _BREATH:
+                    work = 0
+                    await asyncio.sleep(0)
+        return list(places)
+
+    async def _ask_store(self, keys: Sequence[str]) -> BoolArray:
+        count = len(keys)
+        if count <= self._whole:
+            return np.array(await self._checked(keys) if keys else [], dtype=np.bool_)
+        size = max(self._whole, min(self._most, -(-count // _ABREAST)))
+        parts = [keys[start : start + size] for start in range(0, count, size)]
         answers: list[list[bool]] = [[]] * len(parts)
         left = iter(range(len(parts)))
 
@@ -102,7 +175,7 @@ class Questions:
                 answers[number] = await self._checked(parts[number])
 
         await run_all(work() for _ in range(min(_ABREAST, len(parts))))
-        return list(chain.from_iterable(answers))
+        return np.fromiter(chain.from_iterable(answers), np.bool_, count)
 
     async def _checked(self, keys: Sequence[str]) -> list[bool]:
         answers = await self._store.exists(DistinctKeys(keys))
@@ -110,34 +183,26 @@ class Questions:
             raise StoreAnswerError(f"{len(answers)} answers came back for {len(keys)} keys")
         return answers
 
-    def _arrived(self, task: asyncio.Task[list[bool]]) -> None:
-        questions, self._sent, self._task = self._sent, [], None
-        if self._waiting:
-            self._soon()
-        error = ClientClosedError("the question was given up") if task.cancelled() else task.exception()
+    def _arrived(self, request: _Request, task: asyncio.Task[None], patience: asyncio.TimerHandle) -> None:
+        patience.cancel()
+        self._wire.discard(request)
+        error = _closed() if task.cancelled() else task.exception()
         if error is not None:
-            for question in questions:
+            for question in request.questions:
                 _fail(question, copied(error))
-            return
-        answers = np.array(task.result(), dtype=np.bool_)
-        for question in questions:
-            if not question.answer.done():
-                question.answer.set_result(answers if question.places is None else answers[question.places])
+        self._fresh = None if self._fresh is request else self._fresh
+        self._soon()
 
     def _give_up_unwanted(self) -> None:
         """A throttled request that has not begun must not keep others waiting for an answer that nobody wants."""
-        if self._task is not None and all(question.answer.cancelled() for question in self._sent):
-            self._task.cancel()
+        for request in self._wire:
+            unwanted = request.questions and all(question.answer.cancelled() for question in request.questions)
+            if unwanted and request.task is not None:
+                request.task.cancel()
 
 
-def _joined(questions: Sequence[_Question]) -> Sequence[str]:
-    """The keys of all, each once; each question learns where its own are."""
-    if len(questions) == 1:
-        return questions[0].keys
-    places: dict[str, int] = {}
-    for question in questions:
-        question.places = [places.setdefault(key, len(places)) for key in question.keys]
-    return list(places)
+def _closed() -> ClientClosedError:
+    return ClientClosedError("the client was closed during this call")
 
 
 def _fail(question: _Question, error: BaseException) -> None:

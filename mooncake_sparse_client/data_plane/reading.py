@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from ..core.masks import BoolArray, load_mask
-from ..core.plans import PrefixHit, Tally, longest_arrived_prefix, no_presence
+from ..core.plans import PrefixHit, longest_arrived_prefix, no_presence
 from ..core.results import ChunkFailure, GetResult
+from ..core.tally import Tally
 from ..stores.base import Failure
 from .movers import GetMover
 from .transfer import Numbers, Transport, chosen, listed, runs_of

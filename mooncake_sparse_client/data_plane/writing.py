@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.masks import BoolArray
-from ..core.plans import NOTHING, PutPlan, Tally
+from ..core.plans import PutPlan
 from ..core.results import ChunkFailure, PutResult
+from ..core.tally import NOTHING, Tally
 from .claims import Claim
 from .movers import ABSENT, PutMover
 from .transfer import Jobs, Numbers, Transport, chosen, members

@@ -111,8 +111,7 @@ class MooncakeStore:
         if answer.count(1) == len(answer):
             return [True] * len(answer)
         for code in answer if min(answer, default=0) < 0 else ():
-            # A replica that is busy or out of reach is not there; anything else is no answer.
-            if code < 0 and codes.meaning_of(code).kind not in ("missing", "busy", "transfer"):
+            if codes.is_no_answer(code):
                 raise codes.error_of(code, what)
         return [code == 1 for code in answer]
 

@@ -142,6 +142,11 @@ def error_of(code: int, what: str) -> StoreError:
 _WHOLE_CALL: Final = frozenset({-103, -900, -901, *range(-1010, -999)})
 
 
+def is_no_answer(code: int) -> bool:
+    """Whether an existence question was not answered by this. A replica that is busy or out of reach is not there."""
+    return code < 0 and meaning_of(code).kind not in ("missing", "busy", "transfer")
+
+
 def fails_whole_call(code: int) -> bool:
     """Whether the code means that no key of the batch could be served."""
     return code in _WHOLE_CALL

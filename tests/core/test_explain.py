@@ -163,6 +163,8 @@ def test_a_put_in_words() -> None:
         "",
         "group                      block  dense  segment  replay  boundary  junction  skipped  known  "
         "bytes kept  bytes skipped",
+        "-------------------------  -----  -----  -------  ------  --------  --------  -------  -----  "
+        "----------  -------------",
         "0 full                         8      9        0       0         0         0        0      6  "
         "     9,000              0",
         "1 window (sliding_window)      4      0        2       1         1         1       13      1  "
@@ -173,7 +175,7 @@ def test_a_put_in_words() -> None:
 @pytest.mark.parametrize(
     ("interval", "origin", "line"),
     [
-        (None, "default", "retention interval: none set, every boundary is retained (origin: default)"),
+        (None, "default", "retention interval: none, every boundary is retained (origin: default)"),
         (0, "argument", "retention interval: 0, no boundary is retained but those below (origin: argument)"),
         (16, "", "retention interval: 16 tokens, every multiple is retained"),
     ],
@@ -208,7 +210,7 @@ def test_what_is_missing_is_asked_for_absent_and_needed(request: Request) -> Non
     for spec, group, present, asked in zip(layout.groups, told.groups, request.present, hit.asked, strict=True):
         questions = set(np.flatnonzero(asked).tolist())
         assert group.chunks_asked == len(questions)
-        following = group.length + step
+        following = (hit.hit_length if group.limits else group.length) + step
         if following > group.asked_length:
             assert group.length == group.asked_length
             assert group.first_missing is None
@@ -246,6 +248,7 @@ def test_a_lookup_in_words() -> None:
         f"tokens: 80; held by the engine: 8; keys asked: {hit.keys_asked}; requests: {hit.requests}",
         "",
         "group                      block  could serve  asked up to  chunks asked  first missing  limits",
+        "-------------------------  -----  -----------  -----------  ------------  -------------  ------",
         "0 full                         8           64           72             8              8     yes",
         f"1 window (sliding_window)      4           64           64  {hit.keys_asked - 8:12}              -",
     ]
@@ -256,6 +259,18 @@ def test_a_lookup_that_a_window_limits() -> None:
     lines = str(hit.explain()).splitlines()
     assert lines[0] == "hit 64 of at most 72 tokens; group 1 (window) limits: chunk 17 is missing"
     assert lines[2] == "the dense groups (full, chunked local) alone could serve: 72"
+
+
+def test_groups_that_rule_boundaries_out_together() -> None:
+    """Each alone could serve more than the hit: what limits is what the next boundary lacks."""
+    layout = KVCacheLayout([SlidingWindowSpec(8, 8), SlidingWindowSpec(8, 10)])
+    present = [{1, 3, 5}, {0, 1, 2, 4}]
+    told = look_up(layout, 57, lambda group, chunk: chunk in present[group]).explain()
+    assert (told.hit_length, [group.length for group in told.groups]) == (16, [56, 24])
+    assert told.limited_by == (0,)
+    assert (
+        str(told).splitlines()[0] == "hit 16 of at most 56 tokens; group 0 (sliding_window) limits: chunk 2 is missing"
+    )
 
 
 def test_a_lookup_that_nothing_limits() -> None:

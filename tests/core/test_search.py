@@ -21,8 +21,9 @@ from mooncake_sparse_client import (
     SlidingWindowSpec,
     layout_for,
 )
+from mooncake_sparse_client.core.known import ABSENT, HELD, PRESENT, UNKNOWN
 from mooncake_sparse_client.core.layout import GroupSpec
-from mooncake_sparse_client.core.search import ABSENT, HELD, PRESENT, UNKNOWN, PrefixSearch
+from mooncake_sparse_client.core.search import PrefixSearch
 
 
 def run(search: PrefixSearch, present: Sequence[Any]) -> list[list[Where]]:
@@ -68,7 +69,7 @@ def test_a_doubtful_hit_is_asked_for_again_in_one_request(request: Request, data
     search.doubt(first.hit_length)
     for chunks in request.present:
         chunks -= data.draw(st.sets(st.integers(0, 40), max_size=2))
-    # What is not asked for again is still believed.
+    # What was seen to be missing is still believed.
     believed = [
         {chunk for chunk, state in enumerate(states) if state == PRESENT or (state == UNKNOWN and chunk in chunks)}
         for states, chunks in zip(search.known, request.present, strict=True)
@@ -77,12 +78,12 @@ def test_a_doubtful_hit_is_asked_for_again_in_one_request(request: Request, data
     needs = {
         (group, chunk)
         for group, spec in enumerate(layout.groups)
-        for chunk in (needed(spec, first.hit_length) if first.hit_length > 0 else ())
+        for chunk in (needed(spec, first.hit_length) if first.hit_length > local else ())
         if (chunk + 1) * spec.block_size > local
     }
     assert set(rounds[0] if rounds else ()) >= needs if needs else True
     assert search.hit_length == longest_hit(layout, tokens, believed, request.local_tokens)
-    if first.hit_length > local and search.hit_length == first.hit_length:
+    if needs and search.hit_length == first.hit_length:
         assert len(rounds) == 1
         assert set(rounds[0]) == needs
 
@@ -184,6 +185,57 @@ def test_a_long_look_for_the_next_question_has_pauses() -> None:
         search.note(questions, np.array(asked, dtype=np.bool_))
     assert search.hit_length == 0
     assert pauses >= boundaries // 256
+
+
+@pytest.mark.parametrize(
+    ("groups", "absent"),
+    [
+        ([FullAttentionSpec(16), SlidingWindowSpec(16, 4096), SlidingWindowSpec(16, 128)], 2),
+        ([FullAttentionSpec(16), SlidingWindowSpec(16, 1024), MambaSpec(256)], 2),
+        ([FullAttentionSpec(16), ChunkedLocalAttentionSpec(16, 8192), SlidingWindowSpec(16, 1024)], 2),
+        ([FullAttentionSpec(16), SlidingWindowSpec(16, 128), SlidingWindowSpec(16, 4096)], 1),
+    ],
+    ids=["narrow window", "states", "beside chunked local", "narrow window first"],
+)
+def test_groups_that_have_all_are_not_asked_for_it_where_another_has_nothing(groups: Any, absent: int) -> None:
+    layout = KVCacheLayout(groups)
+    present = everything(layout, TOKENS)
+    present[absent][:] = False
+    rounds = run(PrefixSearch(layout, TOKENS), present)
+    others = [(group, chunk) for asked in rounds for group, chunk in asked if group not in (0, absent)]
+    assert len(others) <= 1024 + 512
+    assert len(rounds) <= 9
+
+
+def test_round_trips_grow_with_the_logarithm_of_the_prompt() -> None:
+    """A hole in each window, at a place of its own: the worst that can be met."""
+    layout = KVCacheLayout([FullAttentionSpec(16, eagle=True), SlidingWindowSpec(16, 1024, eagle=True)])
+    counts = []
+    for tokens in (2**15, 2**18, 2**21):
+        full, window = everything(layout, tokens)
+        window[np.arange(30, len(window), 63)] = False
+        counts.append(len(run(PrefixSearch(layout, tokens), [full, window])))
+    assert counts[0] < counts[1] <= counts[2] <= counts[0] + 8
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_miss_is_small_where_the_first_groups_need_nothing(ranks: int) -> None:
+    layout = KVCacheLayout([ChunkedLocalAttentionSpec(16, 8192), SlidingWindowSpec(16, 4096)])
+    search = PrefixSearch(layout, 2 * 8192 + 1, ranks=ranks)  # at the start of a run no chunk of it is needed
+    rounds = run(search, [set(), set()])
+    assert search.hit_length == 0
+    assert len(rounds[0]) * ranks <= 64
+
+
+def test_an_old_hit_of_the_engines_own_needs_no_question() -> None:
+    """With a draft margin the chunk behind it has no name yet."""
+    layout = KVCacheLayout([FullAttentionSpec(16, eagle=True)])
+    first = PrefixSearch(layout, 58, local_tokens=48)
+    assert run(first, [set()]) == []
+    again = PrefixSearch(layout, 58, local_tokens=48, known=first.known)
+    again.doubt(first.hit_length)
+    assert run(again, [set()]) == []
+    assert again.hit_length == 48
 
 
 def test_a_hole_in_full_attention_ends_the_search_there() -> None:

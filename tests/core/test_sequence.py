@@ -249,6 +249,8 @@ def test_threads_that_look_while_it_grows_agree() -> None:
     def look() -> None:
         while len(sequence) < 4000:
             seen.append(sequence.block_hashes)
+            ids = sequence.token_ids  # which cannot keep it from growing
+            assert ids.tolist() == list(range(len(ids)))
 
     threads = [threading.Thread(target=look) for _ in range(3)]
     for thread in threads:

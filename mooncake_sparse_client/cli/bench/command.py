@@ -24,8 +24,8 @@ _PLANES: Final[dict[str, Plane]] = {"data": DATA, "lookup": LOOKUP}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plane", choices=sorted(_PLANES), default="data", help="what to measure; default: data")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    parser.add_argument("--repeats", type=int, help=f"of each comparison; default: {FULL.repeats}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file too")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"of each comparison; default: {FULL.repeats}")
     parser.add_argument(
         "--quick", action="store_true", help="about a minute: less data, shorter prompts, fewer repeats"
     )
