@@ -127,12 +127,13 @@ class Limits:
     ``max_batch_bytes``, ``max_batch_chunks``, ``max_batch_pieces``: what one put or get request holds. A piece is
     what of a value lies together in memory; with more than 2,000 of them under way over TCP, in all requests at
     once, the native library fails, which matters where embedded segments lie on several hosts.
-    ``max_batch_keys``: keys of one existence request or remove; what asks for more than 1,024 keys travels in up to
-    four requests side by side. ``concurrency``: put and get requests in flight at once; questions are not counted.
-    ``max_bytes_in_flight``: bytes of all put and get batches that are being prepared, moved or
-    checked. ``staging_bytes``: memory for values that cannot move straight to and from the caller's memory, and
-    for headers; at least ``max_batch_bytes`` and 1 MiB. ``requests_per_second`` and ``bytes_per_second`` (of
-    values, read or written): None for no limit; requests are let through first come first served.
+    ``max_batch_keys``: keys of one existence request or remove; what asks for more than 1,024 keys travels in
+    several, four at a time, or with ``requests_per_second`` in as few as may be. ``concurrency``: put and get
+    requests in flight at once; questions are not counted. ``max_bytes_in_flight``: bytes of all put and get
+    batches that are being prepared, moved or checked. ``staging_bytes``: memory for values that cannot move
+    straight to and from the caller's memory, and for headers; at least ``max_batch_bytes`` and 1 MiB.
+    ``requests_per_second`` and ``bytes_per_second`` (of values, read or written): None for no limit; requests
+    are let through first come first served.
 
     Raises ``ConfigError``.
     """

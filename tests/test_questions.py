@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -281,6 +283,89 @@ async def test_closing_does_not_wait_for_ever() -> None:
     task.cancel()
     await turns()
     assert store.cancelled == 1
+
+
+async def test_what_has_failed_is_let_go_of_without_a_garbage_collection() -> None:
+    """An error that knew the question it answers would keep the caller's frames, and with them a client's memory."""
+
+    class Anchor:
+        pass
+
+    async def ask_and_fail(questions: Questions, anchor: Anchor) -> None:
+        with pytest.raises((StoreUnavailableError, ClientClosedError)):
+            await questions.ask([str(anchor)])
+
+    store = HeldStore()
+    store.error = StoreUnavailableError("no master")
+    gc.collect()
+    gc.disable()
+    try:
+        questions = Questions(store, Limits())
+        anchors = [Anchor() for _ in range(3)]
+        alive = [weakref.ref(anchor) for anchor in anchors]
+        tasks = [asyncio.create_task(ask_and_fail(questions, anchor)) for anchor in anchors[:2]]
+        await turns()
+        tasks.append(asyncio.create_task(ask_and_fail(questions, anchors[2])))  # which is refused when it is closed
+        await turns(2)
+        closing = asyncio.create_task(questions.settle(30))
+        await turns()
+        store.gates[0].set()
+        await asyncio.gather(*tasks, closing)
+        del tasks, anchors, closing
+        await turns()
+        alive.append(weakref.ref(questions))
+        del questions
+        assert [anchor() for anchor in alive] == [None] * 4
+    finally:
+        gc.enable()
+
+
+async def test_very_many_may_leave_at_once() -> None:
+    store = HeldStore()
+    questions = Questions(store, Limits())
+    tasks = [ask(questions, letter) for letter in "abcdefghij" * 200]
+    await turns()
+    for task in tasks:
+        task.cancel()
+    await turns()
+    assert all(task.cancelled() for task in tasks)
+    assert (store.cancelled, len(store.asked)) == (1, 1)
+    again = ask(questions, "A")
+    await turns()
+    store.gates[-1].set()
+    assert said(await again) == "1"
+
+
+async def test_where_requests_are_counted_patience_makes_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake_sparse_client.data_plane.questions._PATIENCE", 0.001)
+    store = HeldStore()
+    questions = Questions(store, Limits(requests_per_second=5))
+    tasks = [ask(questions, "a")]
+    for letter in "bCd":
+        await asyncio.sleep(0.005)
+        tasks.append(ask(questions, letter))
+    tasks.append(asyncio.create_task(questions.ask([f"k{number}" for number in range(2000)])))
+    await turns()
+    assert store.words == ["a"]
+    store.gates[0].set()
+    await turns()
+    assert [len(keys) for keys in store.asked] == [1, 2003]
+    store.gates[1].set()
+    assert ["".join(said(answer))[:1] for answer in await asyncio.gather(*tasks)] == list("00100")
+
+
+async def test_closing_takes_back_what_was_about_to_be_sent() -> None:
+    store = HeldStore()
+    questions = Questions(store, Limits())
+    before = asyncio.all_tasks()
+    task = ask(questions, "a")
+    await asyncio.sleep(0)
+    await questions.settle(1)
+    with pytest.raises(ClientClosedError):
+        await task
+    await turns()
+    assert store.asked == []
+    assert asyncio.all_tasks() == before
 
 
 # Through a client ---------------------------------------------------------------------------------------------

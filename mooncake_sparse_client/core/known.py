@@ -37,10 +37,6 @@ class KnownChunks:
         """The first chunk that ``boundary`` needs, and one past the last."""
         return needed_ranges(self.spec, boundary)
 
-    def find(self, state: int, start: int, stop: int) -> int:
-        """The first chunk of ``[start, stop)`` in this state; -1 for none."""
-        return self.states.find(state, start, stop)
-
     def doubt(self) -> None:
         """Believe no longer that anything is there."""
         self.states = self.states.translate(_DOUBTED)
@@ -81,7 +77,7 @@ class KnownChunks:
 
     def next_below(self, boundary: int) -> int:
         """``boundary`` if nothing rules it out, else the next one that is possible beside what does."""
-        start, stop = needed_ranges(self.spec, boundary)
+        start, stop = self.needs(boundary)
         if stop > len(self.states):  # the draft margin's chunk, which the request does not fill
             return self.below(len(self.states))
         missing = self.states.find(ABSENT, start, stop)

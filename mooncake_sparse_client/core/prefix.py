@@ -69,10 +69,13 @@ def explain_prefix(
     boundaries, cap = candidate_boundaries(layout, num_tokens), layout.hit_cap(num_tokens)
     usable = usable_boundaries(layout, num_tokens, present, local_tokens=local_tokens)
     possible = usable
+    for name, given in (("asked", asked), ("asked_lengths", asked_lengths)):
+        if given is not None and len(given) != len(layout.groups):
+            raise InvalidRequestError(f"{name} must have one entry a group: {len(layout.groups)}, not {len(given)}")
     if asked is not None:
         may_be = [_or_unasked(there, known) for there, known in zip(present, asked, strict=True)]
         possible = usable_boundaries(layout, num_tokens, may_be, local_tokens=local_tokens)
-    wanted = (cap,) * len(layout.groups) if asked_lengths is None else tuple(asked_lengths)
+    wanted = (cap,) * len(layout.groups) if asked_lengths is None else tuple(min(most, cap) for most in asked_lengths)
     lengths = tuple(
         longest(boundaries, (row & (boundaries <= most))[None]) for row, most in zip(possible, wanted, strict=True)
     )

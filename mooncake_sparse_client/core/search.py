@@ -148,7 +148,7 @@ class PrefixSearch:
 
     def _window(self, groups: list[KnownChunks], top: int, keys: int) -> Questions:
         """The next chunks below ``top`` of which nothing is known, some ``keys`` in all."""
-        firsts = [(group, group.find(UNKNOWN, *group.needs(top))) for group in groups if top > self._local]
+        firsts = [(group, group.states.find(UNKNOWN, *group.needs(top))) for group in groups if top > self._local]
         firsts = [(group, first) for group, first in firsts if first >= 0]
         if not firsts:
             return []
@@ -183,10 +183,14 @@ class PrefixSearch:
         while boundary > self._local and (keys > 0 or probes > 0):
             needs = [(group, *group.needs(boundary)) for group in groups]
             unknown = [
-                (group, first, stop) for group, start, stop in needs if (first := group.find(UNKNOWN, start, stop)) >= 0
+                (group, first, stop)
+                for group, start, stop in needs
+                if (first := group.states.find(UNKNOWN, start, stop)) >= 0
             ]
             awaited = [
-                group.below(first) for group, start, stop in needs if (first := group.find(ASKED, start, stop)) >= 0
+                group.below(first)
+                for group, start, stop in needs
+                if (first := group.states.find(ASKED, start, stop)) >= 0
             ]
             if not unknown and not awaited:
                 break  # nobody needs to know of shorter ones

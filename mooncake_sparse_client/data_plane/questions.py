@@ -8,6 +8,7 @@ Small questions and large ones go different ways, and one that is slow does not 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,13 +27,17 @@ from ..waiting import copied, run_all
 #: What has more keys than this is large, and travels in parts side by side: a master works on several at a time.
 _SMALL: Final = 1024
 _ABREAST: Final = 4
-#: Different keys that gather at most: what is asked for beyond them travels next.
+#: What gathers for one request at most, in different keys, and in all: what is asked for beyond that travels next.
 _MOST_KEYS: Final = 32768
+_MOST_ASKED: Final = 4 * _MOST_KEYS
 #: Keys that are joined, or told apart again, without a pause: some milliseconds' work.
 _BREATH: Final = 16384
-#: Seconds after which what gathers waits no longer for what is on the wire, and how often that may happen at a time.
+#: Seconds after which what gathers waits no longer for what is on the wire.
 _PATIENCE: Final = 0.02
-_ON_THE_WIRE: Final = 4
+#: Requests that may be on the wire then. Large ones make ``_ABREAST`` calls each; the store's other threads are for
+#: small ones.
+_SMALL_ON_THE_WIRE: Final = 4
+_LARGE_ON_THE_WIRE: Final = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -41,20 +46,47 @@ class _Question:
     answer: asyncio.Future[BoolArray]
     #: Where the answers to its keys stand among those to the request; None: they are the only ones.
     places: NDArray[np.intp] | None = None
+    #: The request that it has joined.
+    request: _Request | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    #: What has been joined to it.
     questions: list[_Question] = field(default_factory=list)
+    #: How many of them somebody waits for.
+    wanted: int = 0
     task: asyncio.Task[None] | None = None
+
+    def join(self, question: _Question) -> None:
+        self.questions.append(question)
+        self.wanted += 1
+        question.request = self
+
+    def leave(self) -> None:
+        """One who asked waits no longer. What nobody waits for is given up: where it has not begun, behind a
+        throttle, it must not keep others waiting."""
+        self.wanted -= 1
+        if not self.wanted and self.task is not None:
+            self.task.cancel()
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell all who still wait of ``error``, and know of nobody any more: an error knows the frames it came
+        through, which must not know it."""
+        if error is not None:
+            for question in self.questions:
+                _fail(question, copied(error))
+        self.questions.clear()
+        self.task = None
 
 
 class Questions:
     """The ways of one client's existence questions to ``store``. Belongs to one event loop."""
 
     def __init__(self, store: Store, limits: Limits) -> None:
-        self._small, self._large = _Way(store, limits), _Way(store, limits)
+        counted = limits.requests_per_second is not None
+        self._small = _Way(store, limits, 1 if counted else _SMALL_ON_THE_WIRE)
+        # Where requests are counted, there are as few as may be.
+        self._large = self._small if counted else _Way(store, limits, _LARGE_ON_THE_WIRE)
         self._closed = False
 
     async def ask(self, keys: Sequence[str]) -> BoolArray:
@@ -80,11 +112,12 @@ class Questions:
 class _Way:
     """Questions of a kind, joined request by request, first come first served."""
 
-    def __init__(self, store: Store, limits: Limits) -> None:
+    def __init__(self, store: Store, limits: Limits, on_the_wire: int) -> None:
+        """``on_the_wire``: requests at a time; more than one if those before have taken too long."""
         self._store = store
         self._most = limits.max_batch_keys
-        # Where requests are counted, there are as few as may be.
-        self._whole = self._most if limits.requests_per_second is not None else min(_SMALL, self._most)
+        self._whole = self._most if on_the_wire == 1 else min(_SMALL, self._most)
+        self._on_the_wire = on_the_wire
         self._waiting: deque[_Question] = deque()
         self._wire: set[_Request] = set()
         #: The request that what gathers waits for.
@@ -98,27 +131,29 @@ class _Way:
         try:
             return await question.answer
         finally:
-            if question.answer.cancelled():
-                self._give_up_unwanted()
+            if question.answer.cancelled() and question.request is not None:
+                question.request.leave()
+            del question  # see ``_Request.end``
 
     def close(self) -> list[asyncio.Task[None]]:
         """Refuse what waits; what is on the wire is answered."""
         for question in self._waiting:
             _fail(question, _closed())
         self._waiting.clear()
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         return [request.task for request in self._wire if request.task is not None]
 
     def _soon(self) -> None:
         """Send once all that is ready to run has run: what is asked at the same moment travels together."""
-        if self._waiting and self._due is None and self._fresh is None and len(self._wire) < _ON_THE_WIRE:
+        if self._waiting and self._due is None and self._fresh is None and len(self._wire) < self._on_the_wire:
             self._due = asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
-        self._due, loop = None, asyncio.get_running_loop()
-        request = _Request()
-        request.task = loop.create_task(self._carry(request))
-        patience = loop.call_later(_PATIENCE, self._pass_by, request)
-        request.task.add_done_callback(lambda task: self._arrived(request, task, patience))
+        self._due, request = None, _Request()
+        request.task = asyncio.get_running_loop().create_task(self._carry(request))
+        request.task.add_done_callback(functools.partial(self._arrived, request))
         self._wire.add(request)
         self._fresh = request
 
@@ -128,8 +163,19 @@ class _Way:
             self._fresh = None
             self._soon()
 
+    def _arrived(self, request: _Request, task: asyncio.Task[None]) -> None:
+        self._wire.discard(request)
+        request.end(_closed() if task.cancelled() else task.exception())
+        self._pass_by(request)
+        self._soon()
+
     async def _carry(self, request: _Request) -> None:
-        answers = await self._ask_store(await self._join(request))
+        keys = await self._join(request)
+        patience = asyncio.get_running_loop().call_later(_PATIENCE, self._pass_by, request)
+        try:
+            answers = await self._ask_store(keys)
+        finally:
+            patience.cancel()
         work = 0
         for question in request.questions:
             if not question.answer.done():
@@ -142,12 +188,13 @@ class _Way:
     async def _join(self, request: _Request) -> Sequence[str]:
         """The next questions' keys, each once. More may come while this goes on: nothing is sent yet."""
         places: dict[str, int] = {}
-        work = 0
-        while self._waiting and len(places) < _MOST_KEYS:
+        asked = work = 0
+        while self._waiting and len(places) < _MOST_KEYS and asked < _MOST_ASKED:
             question = self._waiting.popleft()
             if question.answer.done():
                 continue  # cancelled
-            request.questions.append(question)
+            request.join(question)
+            asked += len(question.keys)
             if not places and not self._waiting:
                 return question.keys
             question.places = np.empty(len(question.keys), dtype=np.intp)
@@ -182,23 +229,6 @@ class _Way:
         if len(answers) != len(keys):
             raise StoreAnswerError(f"{len(answers)} answers came back for {len(keys)} keys")
         return answers
-
-    def _arrived(self, request: _Request, task: asyncio.Task[None], patience: asyncio.TimerHandle) -> None:
-        patience.cancel()
-        self._wire.discard(request)
-        error = _closed() if task.cancelled() else task.exception()
-        if error is not None:
-            for question in request.questions:
-                _fail(question, copied(error))
-        self._fresh = None if self._fresh is request else self._fresh
-        self._soon()
-
-    def _give_up_unwanted(self) -> None:
-        """A throttled request that has not begun must not keep others waiting for an answer that nobody wants."""
-        for request in self._wire:
-            unwanted = request.questions and all(question.answer.cancelled() for question in request.questions)
-            if unwanted and request.task is not None:
-                request.task.cancel()
 
 
 def _closed() -> ClientClosedError:

@@ -70,7 +70,7 @@ class Reader:
     def nothing(self, hit: PrefixHit, reason: str) -> GetResult:
         """The answer of a store that cannot be reached, for those who count it as a miss."""
         failures = tuple(ChunkFailure(group, chunk, reason) for group, chunk in listed(hit.load_masks))
-        return GetResult(min(hit.local_tokens, hit.layout.hit_cap(hit.num_tokens)), failures)
+        return GetResult(hit.local_tokens, failures)
 
     async def _read(
         self, hit: PrefixHit, masks: Sequence[BoolArray], mover: GetMover, progress: _Progress

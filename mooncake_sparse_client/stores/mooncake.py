@@ -61,7 +61,7 @@ class MooncakeStore:
         threads = 2 if config.mode == "remote" else 4
         self._pieces = _NETWORK_PIECES // threads if config.mode == "remote" else None
         self._data = ThreadPoolExecutor(threads, thread_name_prefix="mooncake-data")
-        self._questions = ThreadPoolExecutor(8, thread_name_prefix="mooncake-ask")
+        self._questions = ThreadPoolExecutor(12, thread_name_prefix="mooncake-ask")
         self._memory = opened.memory
         self._memory.run_on(self._run_on_memory)
 

@@ -25,7 +25,7 @@ _QUESTION_BYTES = 60_000
 def ask_in_parts(native: NativeStore, keys: Sequence[str]) -> list[int]:
     """Whether each key has a value: 1, 0 or a code. In calls that are quick, one after another; one that fails is the
     last, since each of the others would take as long to do so."""
-    size = max(1, _QUESTION_BYTES // max(map(len, keys[:1]), default=1))
+    size = max(1, _QUESTION_BYTES // len(keys[0].encode())) if keys else 1
     answers: list[int] = []
     for first in range(0, len(keys), size):
         part = native.batch_is_exist(list(keys[first : first + size]))

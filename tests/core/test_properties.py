@@ -59,6 +59,7 @@ from mooncake_sparse_client.core.framing import (
 from mooncake_sparse_client.core.keys import KeyBuilder, KeySchema
 from mooncake_sparse_client.core.masks import BoolArray
 from mooncake_sparse_client.core.plans import cut_batches, longest_arrived_prefix, plan_put
+from mooncake_sparse_client.errors import InvalidRequestError
 
 
 def sets(masks: Sequence[BoolArray]) -> list[set[int]]:
@@ -201,6 +202,14 @@ def test_the_explanation_names_what_held_the_hit_back(request: Request) -> None:
 
 
 # Lookups
+
+
+def test_what_was_asked_must_fit_the_layout() -> None:
+    layout, present = KVCacheLayout([FullAttentionSpec(16)]), [np.ones(8, dtype=np.bool_)]
+    assert explain_prefix(layout, 65, present, asked_lengths=[128]).group_lengths == (64,)  # the cap
+    for wrong in ({"asked": []}, {"asked_lengths": [16, 16]}):
+        with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+            explain_prefix(layout, 65, present, **wrong)  # type: ignore[arg-type]
 
 
 @quick
