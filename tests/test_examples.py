@@ -38,6 +38,15 @@ EXAMPLES = {
         r"got 192 tokens, 458752 bytes, into blocks \[\[(\d+, ){11}\d+\], \[(\d+, ){11}\d+\]\]",
         r"every value is right, and no other block was touched",
     ],
+    "why.py": [
+        r"keeps 58 of 100 chunks of tokens 0 to 800",
+        r"1 sliding_window +16 +0 +8 +42 +3,144 +16,506",
+        r"hit 0 of at most 800 tokens; group 1 \(sliding_window\) limits: chunk 0 is missing",
+        r"the dense groups \(full, chunked local\) alone could serve: 512",
+        r"so the second put keeps 8 window chunks in front of 512",
+        r"the third lookup, for programs: \{\"hit_length\": 512, ",
+        r"the third lookup, in a line: hit 512 of at most 800 tokens; group 0 \(full\) limits: chunk 32 is missing",
+    ],
     "shared_memory.py": [
         r"an owner process serves at 127\.0\.0\.1:\d+, with 64 MiB of memory",
         r"the first application wrote 15 chunks, 3932160 bytes",
