@@ -16,7 +16,7 @@ from .core.plans import PrefixHit, no_presence
 from .core.results import RemoveResult
 from .core.search import PrefixSearch
 from .data_plane.reading import Room
-from .data_plane.transfer import Parts, Transport, chosen, runs_of
+from .data_plane.transfer import Parts, Transport, chosen, parts_of, runs_of
 from .stores.base import RemoveOutcome
 
 Hashes: TypeAlias = tuple[bytes, ...]
@@ -35,52 +35,42 @@ class Asker:
     async def lookup(self, hashes: Hashes, num_tokens: int, local_tokens: int) -> PrefixHit:
         """Ask until the longest usable prefix is known; see ``core.search``."""
         asked_at = time.monotonic()
-        search = self._search(num_tokens, local_tokens)
-        keys_asked, requests = await self.settle(search, hashes)
-        return self._hit(search, hashes, num_tokens, local_tokens, asked_at, keys_asked, requests)
+        search = self.search(num_tokens, local_tokens)
+        await self.settle(search, hashes)
+        return self._hit(search, hashes, num_tokens, asked_at)
 
     def nothing(self, hashes: Hashes, num_tokens: int, local_tokens: int) -> PrefixHit:
         """The hit of a store that has nothing, or was not asked."""
-        search = self._search(num_tokens, local_tokens)
-        return self._hit(search, hashes, num_tokens, local_tokens, time.monotonic(), 0, 0)
+        return self._hit(self.search(num_tokens, local_tokens), hashes, num_tokens, time.monotonic())
 
     def again(self, hit: PrefixHit) -> HitSearch:
         """The search that ended with ``hit``, to be gone on with."""
         return HitSearch(self, hit, self._transport.store.lease_seconds)
 
-    def _search(self, num_tokens: int, local_tokens: int) -> PrefixSearch:
-        return PrefixSearch(self._identity.layout, num_tokens, local_tokens=local_tokens, ranks=self._ranks)
+    def search(self, num_tokens: int, local_tokens: int, known: Sequence[bytes] | None = None) -> PrefixSearch:
+        """A search that has asked nothing yet; ``known``: what an earlier one knew."""
+        return PrefixSearch(
+            self._identity.layout, num_tokens, local_tokens=local_tokens, ranks=self._ranks, known=known
+        )
 
-    async def settle(self, search: PrefixSearch, hashes: Hashes) -> tuple[int, int]:
-        """Ask until the search has its answer; how many keys, in how many requests."""
-        keys_asked = requests = 0
+    async def settle(self, search: PrefixSearch, hashes: Hashes) -> None:
+        """Ask until the search has its answer."""
         for questions in search.questions():
-            if not questions:
+            if questions:
+                search.note(questions, await self._present(questions, hashes))
+            else:
                 await asyncio.sleep(0)
-                continue
-            present = await self._present(questions, hashes)
-            search.note(questions, present)
-            keys_asked += len(present) * self._ranks
-            requests += 1
-        return keys_asked, requests
 
-    def _hit(
-        self,
-        search: PrefixSearch,
-        hashes: Hashes,
-        num_tokens: int,
-        local_tokens: int,
-        asked_at: float,
-        keys_asked: int,
-        requests: int,
-    ) -> PrefixHit:
+    def _hit(self, search: PrefixSearch, hashes: Hashes, num_tokens: int, asked_at: float) -> PrefixHit:
         layout, schema = self._identity.layout, self._identity.keys.schema
+        masks = load_mask(layout, search.hit_length, local_tokens=search.local_tokens)
         return PrefixHit(
             hit_length=search.hit_length,
             shared_length=search.shared_length,
+            load_masks=read_only(masks),
             layout=layout,
             num_tokens=num_tokens,
-            local_tokens=min(layout.align(local_tokens), layout.hit_cap(num_tokens)),
+            local_tokens=search.local_tokens,
             asked_lengths=tuple(search.asked_lengths),
             known=search.known,
             block_hashes=hashes,
@@ -88,9 +78,8 @@ class Asker:
             fingerprint=self._identity.value_format.fingerprint,
             key_ranks=schema.lookup_ranks,
             asked_at=asked_at,
-            keys_asked=keys_asked,
-            requests=requests,
-            load_masks=read_only(load_mask(layout, search.hit_length, local_tokens=local_tokens)),
+            keys_asked=search.keys_asked,
+            requests=search.requests,
         )
 
     async def exists(self, hashes: Hashes, num_tokens: int, *, all_chunks: bool) -> tuple[BoolArray, ...]:
@@ -102,7 +91,7 @@ class Asker:
         found = np.zeros(len(groups), dtype=np.bool_)
         for start in range(0, len(groups), _WINDOW):
             window = slice(start, start + _WINDOW)
-            parts = [(group, chunks[window][run]) for group, run in runs_of(groups[window])]
+            parts = parts_of(runs_of(groups[window]), chunks[window])
             found[window] = await self._present(parts, hashes)
         present = no_presence(layout, num_tokens)
         for group, run in runs_of(groups):
@@ -146,10 +135,7 @@ class HitSearch:
     @cached_property
     def _search(self) -> PrefixSearch:
         """Asks only for what the hit does not know. Made once it is needed: most gets find all that they expect."""
-        hit = self._hit
-        return PrefixSearch(
-            hit.layout, hit.num_tokens, local_tokens=hit.local_tokens, ranks=len(hit.key_ranks), known=hit.known
-        )
+        return self._asker.search(self._hit.num_tokens, self._hit.local_tokens, self._hit.known)
 
     @property
     def present(self) -> tuple[BoolArray, ...]:

@@ -102,19 +102,20 @@ class SparseStoreClient(ClientLifecycle):
                 f"this client's own rank {self.keys.rank} is not among its key_ranks {self.keys.lookup_ranks}: "
                 "it may look up, but the chunks of its own rank were never asked for"
             )
+        hashes: tuple[bytes, ...] = ()
+        num_tokens, hit = 0, None
         if isinstance(hit_or_sequence, TokenSequence):
             hashes, num_tokens = await self._hashes(hit_or_sequence)
-            hit = self._asker.nothing(hashes, num_tokens, 0)
         else:
-            hashes, num_tokens, hit = (), 0, hit_or_sequence
+            hit = hit_or_sequence
             self._check_hit(hit)
         try:
             async with self._bounded("reading a hit"):
-                if isinstance(hit_or_sequence, TokenSequence):
+                if hit is None:
                     hit = await self._asker.lookup(hashes, num_tokens, 0)
                 return await self._reader.get(hit, self._asker.again(hit), mover)
         except self._misses as error:
-            return self._reader.nothing(hit, error.kind)
+            return self._reader.nothing(hit or self._asker.nothing(hashes, num_tokens, 0), error.kind)
 
     def put(
         self,

@@ -127,6 +127,11 @@ class ClientClosedError(SparseStoreError):
 
     kind = "closed"
 
+    @classmethod
+    def during_a_call(cls) -> ClientClosedError:
+        """For a call that was under way when its client was closed."""
+        return cls("the client was closed during this call")
+
 
 class ForkedProcessError(SparseStoreError):
     """A store opened before ``os.fork`` was used in the child, where its connections cannot work."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TypeVar
@@ -99,6 +99,17 @@ async def run_all(calls: Iterable[Coroutine[None, None, T]]) -> list[T]:
     finally:
         tasks.clear()  # they know the error too: see ``settled``
         del answers, errors
+
+
+async def run_abreast(most: int, items: Sequence[T], work: Callable[[T], Coroutine[None, None, None]]) -> None:
+    """``work`` on each of the items, at most so many at a time and in their order. Errors are those of ``run_all``."""
+    left = iter(items)
+
+    async def take() -> None:
+        for item in left:
+            await work(item)
+
+    await run_all(take() for _ in range(min(most, len(items))))
 
 
 def copied(error: BaseException) -> BaseException:

@@ -359,9 +359,9 @@ async def test_a_crowd_that_misses_its_documents_is_told(fake: FakeMooncake) -> 
     async with lookup_client(fake, "llama") as client:
         sequences = [client.sequence(range(number, number + 8192)) for number in range(3)]
         with pytest.raises(StoreAnswerError, match="a lookup found 0 tokens of a document of 6144"):
-            await crowd._all_at_once(client, sequences)
+            await crowd._seconds_each(crowd._all_at_once(client, sequences))
         with pytest.raises(StoreAnswerError, match="a lookup found 0 tokens of a document of 6144"):
-            await crowd._one_by_one(client, sequences)
+            await crowd._seconds_each(crowd._one_by_one(client, sequences))
 
 
 @pytest.mark.usefixtures("native_library")

@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_image(arguments.image)
     layout = layout_for(arguments.layout)
     plan = _plan(arguments, layout)
+    told = plan.explain()
     load = _load(arguments, layout, plan.end_token)
     sections = [put_section(plan), *([] if load is None else [load.section(layout, plan.end_token)])]
     picture = Picture(
@@ -79,13 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
         figures = {
             "layout": arguments.layout,
             "tokens": arguments.tokens,
-            "put": plan.explain().as_json(),
+            "put": told.as_json(),
             "load": None if load is None else load.figures(layout),
         }
         write_figures(arguments.json, json.dumps(figures, indent=2) + "\n")
     blocks = ", ".join(str(spec.block_size) for spec in layout.groups)
     print(f"layout {arguments.layout}: blocks of {blocks} tokens; boundaries are multiples of {layout.alignment}\n")
-    print(f"{plan.explain()}\n")
+    print(f"{told}\n")
     if load is not None:
         load.show(layout)
     shades = shades_for(getattr(sys.stdout, "encoding", None))

@@ -124,12 +124,6 @@ class PutPlan:
     reachable: tuple[Tally, ...]
     unreachable: tuple[Tally, ...]
 
-    def kept(self) -> Iterator[list[tuple[int, bool]]]:
-        """For each group, ``(chunk, known)`` of every chunk to keep."""
-        for mask, known in zip(self.store_masks, self.known, strict=True):
-            chunks = np.flatnonzero(mask)
-            yield list(zip(chunks.tolist(), known[chunks].tolist(), strict=True))
-
     @property
     def reasons(self) -> tuple[ReasonArray, ...]:
         """One array of ``Reason`` a group, as long as its store mask: why each chunk is kept, or is not."""

@@ -63,18 +63,21 @@ class PrefixSearch:
         self._ranks = ranks
         self._alignment = layout.alignment
         self._cap = layout.hit_cap(num_tokens)
-        self._local = min(layout.align(local_tokens), self._cap)
-        states = nothing_known(layout, num_tokens, self._local) if known is None else known
+        #: What the engine holds, aligned, and no more than the request may hit.
+        self.local_tokens = min(layout.align(local_tokens), self._cap)
+        states = nothing_known(layout, num_tokens, self.local_tokens) if known is None else known
         self._groups = [KnownChunks(number, layout, bytearray(states[number])) for number in range(len(layout.groups))]
         self._doubted: Questions = []
         #: Whether nothing was asked yet.
         self._blind = known is None
         self._work = 0
+        #: Keys that were asked for, and requests that were answered.
+        self.keys_asked = self.requests = 0
         #: How far each group was asked, in tokens.
-        self.asked_lengths = [self._local] * len(layout.groups)
+        self.asked_lengths = [self.local_tokens] * len(layout.groups)
         #: Once there are no more questions: the longest usable prefix, in tokens, and the longest that the dense
         #: groups alone can serve (``hit_length`` if there are none).
-        self.hit_length = self.shared_length = self._local
+        self.hit_length = self.shared_length = self.local_tokens
 
     @property
     def known(self) -> tuple[bytes, ...]:
@@ -114,6 +117,8 @@ class PrefixSearch:
             self._groups[number].note(chunks, answers[first : first + len(chunks)])
             first += len(chunks)
         self._blind = False
+        self.keys_asked += first * self._ranks
+        self.requests += 1
 
     def lose(self, group: int, chunk: int) -> None:
         """This chunk is not to be had, whatever was answered."""
@@ -122,18 +127,18 @@ class PrefixSearch:
     def doubt(self, hit_length: int) -> None:
         """Believe no longer that anything is there, ask for what a hit of so many tokens needs, draft margin included,
         all at once, and look for nothing longer."""
-        self._cap = max(hit_length, self._local)
+        self._cap = max(hit_length, self.local_tokens)
         for group in self._groups:
             group.doubt()
-            needed = needed_chunks(group.spec, hit_length if hit_length > self._local else 0)
-            again = range(max(needed.start, self._local // group.spec.block_size), needed.stop)
+            needed = needed_chunks(group.spec, hit_length if hit_length > self.local_tokens else 0)
+            again = range(max(needed.start, self.local_tokens // group.spec.block_size), needed.stop)
             if again:
                 self._doubted.append((group.number, again))
 
     def only_into(self, room: Sequence[BoolArray]) -> None:
         """Pass over boundaries of whose chunks, the draft margin aside, some have no ``room`` to be read into."""
         for group, mask in zip(self._groups, room, strict=True):
-            group.only_into(mask, self._local)
+            group.only_into(mask, self.local_tokens)
 
     def _ask_windows(self, groups: list[KnownChunks], top: int) -> Generator[Questions, None, int]:
         """Ask groups of full attention from the start on; returns the longest boundary that they can serve."""
@@ -148,7 +153,7 @@ class PrefixSearch:
 
     def _window(self, groups: list[KnownChunks], top: int, keys: int) -> Questions:
         """The next chunks below ``top`` of which nothing is known, some ``keys`` in all."""
-        firsts = [(group, group.states.find(UNKNOWN, *group.needs(top))) for group in groups if top > self._local]
+        firsts = [(group, group.states.find(UNKNOWN, *group.needs(top))) for group in groups if top > self.local_tokens]
         firsts = [(group, first) for group, first in firsts if first >= 0]
         if not firsts:
             return []
@@ -180,7 +185,7 @@ class PrefixSearch:
         """What the longest boundaries need, some ``keys`` in all, and one chunk each of others, ``probes`` keys."""
         asked: dict[int, list[int]] = {group.number: [] for group in groups}
         boundary = top
-        while boundary > self._local and (keys > 0 or probes > 0):
+        while boundary > self.local_tokens and (keys > 0 or probes > 0):
             needs = [(group, *group.needs(boundary)) for group in groups]
             unknown = [
                 (group, first, stop)
@@ -214,7 +219,7 @@ class PrefixSearch:
 
     def _possible(self, groups: list[KnownChunks], boundary: int) -> Generator[Questions, None, int]:
         """The longest at or below ``boundary`` that nothing known rules out; ``local_tokens`` never are."""
-        while boundary > self._local:
+        while boundary > self.local_tokens:
             self._work += 1
             if self._work >= _BREATH:
                 self._work = 0
@@ -226,7 +231,7 @@ class PrefixSearch:
             else:
                 return boundary
             boundary = lower
-        return self._local
+        return self.local_tokens
 
     def _set_out(self, groups: list[KnownChunks], top: int) -> None:
         for group in groups:

@@ -79,7 +79,7 @@ class Lane:
     def enter(self, batch: Batch) -> Ride:
         """Send the batch, or let it wait for its turn. Raises ``ClientClosedError`` once the lane is closed."""
         if self._closed:
-            raise ClientClosedError("the client was closed during this call")
+            raise ClientClosedError.during_a_call()
         ride = Ride(batch, asyncio.get_running_loop().create_future())
         self._waiting.append(ride)
         self._start()
@@ -111,7 +111,7 @@ class Lane:
         self._closed = True
         for ride in self._waiting:
             if not ride.answer.done():
-                ride.answer.set_exception(ClientClosedError("the client was closed during this call"))
+                ride.answer.set_exception(ClientClosedError.during_a_call())
         self._waiting.clear()
         if self._requests:
             await asyncio.wait([request.task for request in self._requests], timeout=timeout)

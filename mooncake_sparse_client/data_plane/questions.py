@@ -22,7 +22,7 @@ from ..config import Limits
 from ..core.masks import BoolArray
 from ..errors import ClientClosedError, StoreAnswerError
 from ..stores.base import DistinctKeys, Store
-from ..waiting import copied, run_all
+from ..waiting import copied, run_abreast
 
 #: What has more keys than this is large, and travels in parts side by side: a master works on several at a time.
 _SMALL: Final = 1024
@@ -96,7 +96,7 @@ class Questions:
         ``ClientClosedError``.
         """
         if self._closed:
-            raise _closed()
+            raise ClientClosedError.during_a_call()
         if not keys:
             return np.zeros(0, dtype=np.bool_)
         return await (self._small if len(keys) <= _SMALL else self._large).ask(keys)
@@ -138,7 +138,7 @@ class _Way:
     def close(self) -> list[asyncio.Task[None]]:
         """Refuse what waits; what is on the wire is answered."""
         for question in self._waiting:
-            _fail(question, _closed())
+            _fail(question, ClientClosedError.during_a_call())
         self._waiting.clear()
         if self._due is not None:
             self._due.cancel()
@@ -165,7 +165,7 @@ class _Way:
 
     def _arrived(self, request: _Request, task: asyncio.Task[None]) -> None:
         self._wire.discard(request)
-        request.end(_closed() if task.cancelled() else task.exception())
+        request.end(ClientClosedError.during_a_call() if task.cancelled() else task.exception())
         self._pass_by(request)
         self._soon()
 
@@ -215,13 +215,11 @@ class _Way:
         size = max(self._whole, min(self._most, -(-count // _ABREAST)))
         parts = [keys[start : start + size] for start in range(0, count, size)]
         answers: list[list[bool]] = [[]] * len(parts)
-        left = iter(range(len(parts)))
 
-        async def work() -> None:
-            for number in left:
-                answers[number] = await self._checked(parts[number])
+        async def ask(number: int) -> None:
+            answers[number] = await self._checked(parts[number])
 
-        await run_all(work() for _ in range(min(_ABREAST, len(parts))))
+        await run_abreast(_ABREAST, range(len(parts)), ask)
         return np.fromiter(chain.from_iterable(answers), np.bool_, count)
 
     async def _checked(self, keys: Sequence[str]) -> list[bool]:
@@ -229,10 +227,6 @@ class _Way:
         if len(answers) != len(keys):
             raise StoreAnswerError(f"{len(answers)} answers came back for {len(keys)} keys")
         return answers
-
-
-def _closed() -> ClientClosedError:
-    return ClientClosedError("the client was closed during this call")
 
 
 def _fail(question: _Question, error: BaseException) -> None:

@@ -67,7 +67,7 @@ class Registry:
         if self._closed or known is not None:
             await self._let_go(spans)  # somebody else was quicker, and holds it already
         if self._closed:
-            raise ClientClosedError("the client was closed during this call")
+            raise ClientClosedError.during_a_call()
         if known is None:
             headers = bool(self._identity.value_format.header_size)
             pieces = [len(cache.piece_sizes(group)) + headers for group in range(len(cache.page_sizes))]

@@ -23,7 +23,7 @@ from ..identity import Identity
 from ..stores.base import Store
 from ..stores.regions import Region
 from ..stores.throttle import ThrottledStore
-from ..waiting import held, run_all
+from ..waiting import held, run_abreast, run_all
 from .claims import Claims
 from .lane import Answers, Lane
 from .pacing import paced
@@ -81,6 +81,11 @@ def runs_of(groups: Numbers) -> list[tuple[int, slice]]:
         return [(int(groups[0]), slice(0, count))]
     edges = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), count]
     return [(int(groups[first]), slice(first, last)) for first, last in pairwise(edges)]
+
+
+def parts_of(runs: Sequence[tuple[int, slice]], chunks: Numbers) -> list[tuple[int, Numbers]]:
+    """Each group of a column, with its chunks."""
+    return [(group, chunks[run]) for group, run in runs]
 
 
 def chosen(masks: Sequence[BoolArray]) -> tuple[Numbers, Numbers]:
@@ -211,14 +216,13 @@ class Transport:
     def jobs(self, block_hashes: Sequence[bytes], groups: Numbers, chunks: Numbers) -> Jobs:
         """The chunks with the own rank's keys."""
         runs = runs_of(groups)
-        parts = [(group, chunks[run]) for group, run in runs]
-        return Jobs(groups, chunks, _keys(self.identity.keys.own_keys, block_hashes, parts), runs)
+        return Jobs(groups, chunks, _keys(self.identity.keys.own_keys, block_hashes, parts_of(runs, chunks)), runs)
 
     async def many_jobs(self, block_hashes: Sequence[bytes], groups: Numbers, chunks: Numbers) -> Jobs:
         """``jobs``, of any number."""
         runs = runs_of(groups)
-        parts = [(group, chunks[run]) for group, run in runs]
-        return Jobs(groups, chunks, await self.keys(self.identity.keys.own_keys, block_hashes, parts), runs)
+        keys = await self.keys(self.identity.keys.own_keys, block_hashes, parts_of(runs, chunks))
+        return Jobs(groups, chunks, keys, runs)
 
     async def keys(self, build: KeysOf, block_hashes: Sequence[bytes], parts: Parts) -> list[str]:
         """The keys of the parts one after another; very many are built on a thread, in turns."""
@@ -241,7 +245,7 @@ class Transport:
 
     async def _run(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
         if self._closed:
-            raise ClientClosedError("the client was closed during this call")
+            raise ClientClosedError.during_a_call()
         return await held(pool.submit(call))
 
     async def each_batch(
@@ -253,30 +257,27 @@ class Transport:
         """
         if not len(groups):
             return
-        limits, budget = self.limits, self.budget
+        limits = self.limits
         sizes = self.value_sizes[groups]
         most = max(1, min(limits.max_batch_chunks, limits.max_batch_pieces // pieces))
         total = int(sizes.sum())
-        if len(sizes) <= most and total <= limits.max_batch_bytes:
-            await budget.take(total)
+
+        async def carry(batch: range, nbytes: int) -> None:
+            await self.budget.take(nbytes)
             try:
-                await move(slice(0, len(sizes)))
+                await move(slice(batch.start, batch.stop))
             finally:
-                budget.give_back(total)
+                self.budget.give_back(nbytes)
+
+        if len(sizes) <= most and total <= limits.max_batch_bytes:
+            await carry(range(len(sizes)), total)
             return
         batches = cut_batches(sizes, max_bytes=limits.max_batch_bytes, max_count=most)
-        left = iter(batches)
-
-        async def work() -> None:
-            for batch in left:
-                nbytes = int(sizes[batch.start : batch.stop].sum())
-                await budget.take(nbytes)
-                try:
-                    await move(slice(batch.start, batch.stop))
-                finally:
-                    budget.give_back(nbytes)
-
-        await run_all(work() for _ in range(min(limits.concurrency + _AHEAD, len(batches))))
+        await run_abreast(
+            limits.concurrency + _AHEAD,
+            batches,
+            lambda batch: carry(batch, int(sizes[batch.start : batch.stop].sum())),
+        )
 
     def leave_writing(self, keys: Sequence[str], task: asyncio.Task[Answers]) -> None:
         """Nobody waits for this write any more; until it has ended, nobody else writes its keys."""

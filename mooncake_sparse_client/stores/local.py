@@ -23,6 +23,7 @@ from ..config_values import MIN_SEGMENT_BYTES, parse_size
 from ..errors import ConfigError, LocalProcessError, MissingLibraryError
 from ..waiting import settled
 from . import _guardian
+from .free_memory import available_memory
 from .native import APT_LINE, INSTALL_LINES
 
 _HOST = "127.0.0.1"
@@ -274,8 +275,8 @@ def check_memory(memory: int, name: str) -> None:
     to say no. Raises ``ConfigError`` with both numbers. Reads a file: call it on a thread."""
     if memory < MIN_SEGMENT_BYTES:
         raise ConfigError(f"{name}={memory} bytes is below Mooncake's minimum of {MIN_SEGMENT_BYTES} (16 MiB)")
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    if found and memory > (available := int(found[1]) * 1024):
+    available = available_memory()
+    if available is not None and memory > available:
         raise ConfigError(f"{name}={memory} bytes exceeds the {available} available (/proc/meminfo): ask for less")
 
 

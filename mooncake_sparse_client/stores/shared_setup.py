@@ -6,40 +6,19 @@ owner answers, and take memory until the system ends the process. So both are lo
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..config import MooncakeConfig
 from ..config_values import address_parts
 from ..errors import ConfigError, ConnectError
 from ..views import view_at
 from . import native_codes as codes
+from .free_memory import ROOT, free_memory, text_of
 from .native import NativeStore, host_allocator
 from .regions import MemoryPool
 
-_ROOT: Final = Path("/")
-
-
-class _Groups(NamedTuple):
-    """Where one version of the kernel's control groups says what memory a process may take."""
-
-    own: str
-    mounted: str
-    limit: str
-    used: str
-    cached: str
-
-
-_GROUPS: Final = (
-    _Groups(r"^0::/(.*)$", "", "memory.max", "memory.current", "inactive_file"),
-    _Groups(
-        r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(.*)$",
-        *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ),
-)
 _MISSING_KEY: Final = "mooncake-sparse-client:nothing has this key"
 _HOW_TO: Final = (
     "it must run on this host and in this process's network namespace; `python -m mooncake_sparse_client serve` "
@@ -47,56 +26,29 @@ _HOW_TO: Final = (
 )
 
 
-def check_owner(address: str, root: Path = _ROOT) -> None:
+def check_owner(address: str, root: Path = ROOT) -> None:
     """Whether an owner process of this host serves at ``address``, whose port is known to be open.
 
     An owner also listens on a socket of this host that is named by its port, for memory to be handed over. Raises
     ``ConnectError``. Reads a file: call it on a thread.
     """
     name = f"@mooncake_client_{address_parts(address)[1]}.sock"
-    if not any(line.endswith(name) for line in _text(root / "proc/net/unix").splitlines()):
+    if not any(line.endswith(name) for line in text_of(root / "proc/net/unix").splitlines()):
         raise ConnectError(f"port {address} is open, but it is no Mooncake owner process (mooncake_client): {_HOW_TO}")
 
 
-def check_free_memory(config: MooncakeConfig, root: Path = _ROOT) -> None:
+def check_free_memory(config: MooncakeConfig, root: Path = ROOT) -> None:
     """Whether the memory that shared mode takes at once can be had: too much of it would end the process.
 
     Raises ``ConfigError`` with both numbers. Reads files: call it on a thread.
     """
     wanted = config.pool_size + config.local_buffer_size
-    for free, said_by in _free_memory(root):
+    for free, said_by in free_memory(root):
         if wanted > free:
             raise ConfigError(
                 f"pool_size={config.pool_size} with local_buffer_size={config.local_buffer_size} is {wanted} bytes, "
                 f"which mode 'shared' takes at once, but only {free} are free ({said_by}); choose a smaller pool_size"
             )
-
-
-def _free_memory(root: Path) -> Iterator[tuple[int, Path]]:
-    """Bytes that this process may still take, by each file that says so."""
-    machine = root / "proc/meminfo"
-    if found := re.search(r"^MemAvailable:\s*(\d+) kB", _text(machine), re.MULTILINE):
-        yield int(found[1]) * 1024, machine
-    for kind in _GROUPS:
-        mounted = root / "sys/fs/cgroup" / kind.mounted
-        own = re.search(kind.own, _text(root / "proc/self/cgroup"), re.MULTILINE)
-        group = mounted / own[1] if own else mounted
-        for place in (group, *group.parents):
-            limit, used = _text(place / kind.limit).strip(), _text(place / kind.used).strip()
-            if limit.isdigit() and used.isdigit():
-                # Pages of files that nobody uses make way.
-                cached = re.search(rf"^{kind.cached} (\d+)$", _text(place / "memory.stat"), re.MULTILINE)
-                yield max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0)), place / kind.limit
-            if place == mounted:
-                break
-
-
-def _text(path: Path) -> str:
-    """What a file of the system says; nothing where this system has no such file."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def set_up_shared(native: NativeStore, config: MooncakeConfig) -> None:

@@ -28,21 +28,19 @@ def look_up(layout: KVCacheLayout, num_tokens: int, exists: Exists, local_tokens
     """A lookup as a client makes it, in a store that has the chunks of which ``exists`` says so."""
     search = PrefixSearch(layout, num_tokens, local_tokens=local_tokens)
     rounds = answered(search, exists)
-    return hit_of(search, layout, num_tokens, local_tokens, sum(map(len, rounds)), len(rounds))
+    assert (search.keys_asked, search.requests) == (sum(map(len, rounds)), len(rounds))
+    return hit_of(search, layout, num_tokens)
 
 
-def hit_of(
-    search: PrefixSearch, layout: KVCacheLayout, num_tokens: int, local_tokens: int, keys: int, rounds: int
-) -> PrefixHit:
+def hit_of(search: PrefixSearch, layout: KVCacheLayout, num_tokens: int) -> PrefixHit:
     """The hit that a search ended with, or has come to."""
-    local = min(layout.align(local_tokens), layout.hit_cap(num_tokens))
     return PrefixHit(
         hit_length=search.hit_length,
         shared_length=search.shared_length,
-        load_masks=load_mask(layout, search.hit_length, local_tokens=local),
+        load_masks=load_mask(layout, search.hit_length, local_tokens=search.local_tokens),
         layout=layout,
         num_tokens=num_tokens,
-        local_tokens=local,
+        local_tokens=search.local_tokens,
         asked_lengths=tuple(search.asked_lengths),
         known=search.known,
         block_hashes=(),
@@ -50,6 +48,6 @@ def hit_of(
         fingerprint="",
         key_ranks=((0, 0, 0, 0),),
         asked_at=0.0,
-        keys_asked=keys,
-        requests=rounds,
+        keys_asked=search.keys_asked,
+        requests=search.requests,
     )

@@ -279,7 +279,7 @@ def test_a_lookup_that_nothing_limits() -> None:
 
 
 def test_a_lookup_that_asked_nothing() -> None:
-    told = hit_of(PrefixSearch(LAYOUT, 72), LAYOUT, 72, 0, 0, 0).explain()
+    told = hit_of(PrefixSearch(LAYOUT, 72), LAYOUT, 72).explain()
     assert str(told).splitlines()[0] == "hit 0 of at most 64 tokens; no group was asked for more"
     assert told.limited_by == ()
 

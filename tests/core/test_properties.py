@@ -282,8 +282,9 @@ def test_a_put_plan_accounts_for_every_chunk(put: Put, request: Request, data: s
         page = spec.page_size_bytes or 0
         assert kept == Tally(len(chunks), len(chunks) * page)
         assert kept + dropped == Tally(every, every * page)
-    assert [[chunk for chunk, _ in group] for group in plan.kept()] == [sorted(chunks) for chunks in expected]
-    assert not any(known for group in plan.kept() for _, known in group)
+    assert [np.flatnonzero(mask).tolist() for mask in plan.store_masks] == [sorted(chunks) for chunks in expected]
+    assert [len(known) for known in plan.known] == [len(mask) for mask in plan.store_masks]
+    assert not any(known.any() for known in plan.known)
 
 
 @quick

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Final
@@ -49,10 +49,11 @@ async def measure_crowd(session: Session, store: Store, values: Values, layout: 
         shelves = [_shelf(client, values, sequence) for sequence in crowd[:_DOCUMENTS]]
         await on_thread(partial(_hold, shelves, stored_upto(client.layout, _PROMPT_TOKENS, _DOCUMENT_TOKENS)))
         some = crowd[: session.effort.scaled(_REQUESTS)]
-        ours, theirs = Side(lambda: _all_at_once(client, crowd)), Side(lambda: _one_by_one(client, some))
+        ours = Side(lambda: _seconds_each(_all_at_once(client, crowd)))
+        theirs = Side(lambda: _seconds_each(_one_by_one(client, some)))
         await session.compare(name, ours, theirs, Amount(1, "lookups/s"))
         if session.wants(wire_requests):
-            await _all_at_once(counted, crowd)
+            _check(await _all_at_once(counted, crowd))
             session.note(wire_requests, {wire_requests: counting.questions})
         await on_thread(partial(_hold, shelves, stored_upto(client.layout, _PROMPT_TOKENS, 0)))
 
@@ -79,22 +80,21 @@ def _hold(shelves: Sequence[Shelf], present: Sequence[BoolArray]) -> None:
         shelf.hold(present)
 
 
-async def _all_at_once(client: SparseStoreClient, crowd: Sequence[TokenSequence]) -> float:
-    """Seconds a lookup."""
-    started = perf_counter()
-    hits = await asyncio.gather(*map(client.lookup, crowd))
-    seconds = perf_counter() - started
-    _check(hits)
-    return seconds / len(crowd)
+async def _all_at_once(client: SparseStoreClient, crowd: Sequence[TokenSequence]) -> list[PrefixHit]:
+    return await asyncio.gather(*map(client.lookup, crowd))
 
 
-async def _one_by_one(client: SparseStoreClient, crowd: Sequence[TokenSequence]) -> float:
-    """Seconds a lookup."""
+async def _one_by_one(client: SparseStoreClient, crowd: Sequence[TokenSequence]) -> list[PrefixHit]:
+    return [await client.lookup(sequence) for sequence in crowd]
+
+
+async def _seconds_each(looking_up: Awaitable[list[PrefixHit]]) -> float:
+    """Seconds that one of the lookups takes, when all are as they should be."""
     started = perf_counter()
-    hits = [await client.lookup(sequence) for sequence in crowd]
+    hits = await looking_up
     seconds = perf_counter() - started
     _check(hits)
-    return seconds / len(crowd)
+    return seconds / len(hits)
 
 
 def _check(hits: Sequence[PrefixHit]) -> None:
