@@ -31,6 +31,8 @@ from typing import NoReturn
 STDIN, STDOUT, STDERR = 0, 1, 2
 POLL_SECONDS = 0.5
 LOG_LIMIT_BYTES = 1 << 20
+#: Until the command serves: what it writes while its log is cut may be lost, and then it may be why it ends.
+STARTING_LOG_LIMIT_BYTES = 1 << 24
 LOG_TAIL_BYTES = 1 << 13
 CANNOT_EXECUTE = 126
 SERVING = b"serving\n"
@@ -108,6 +110,7 @@ def watch(command: Command, ports: list[int], parent: int, patience: float) -> i
         status, asked = command.wait(pause, stop=STDIN)
         if status is not None or asked:
             return status
+        _bound_log(LOG_LIMIT_BYTES if serving else STARTING_LOG_LIMIT_BYTES)
         if not serving and all(listens(command.pid, port) for port in ports):
             os.write(STDOUT, SERVING)
             serving = True
@@ -118,7 +121,6 @@ def watch(command: Command, ports: list[int], parent: int, patience: float) -> i
             orphaned_at = orphaned_at or time.monotonic()
             if time.monotonic() - orphaned_at > patience:
                 return None
-        _bound_log()
 
 
 def listens(pid: int, port: int) -> bool:
@@ -144,9 +146,9 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def _bound_log() -> None:
+def _bound_log(limit: int) -> None:
     size = os.fstat(STDERR).st_size
-    if size > LOG_LIMIT_BYTES:
+    if size > limit:
         # The last words stay: they may be why the command is about to end.
         tail = os.pread(STDERR, LOG_TAIL_BYTES, size - LOG_TAIL_BYTES)
         os.ftruncate(STDERR, 0)
