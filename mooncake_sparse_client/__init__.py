@@ -28,6 +28,7 @@ from .errors import SparseStoreError
 from .identity import Profile
 from .paged import PagedKVCache
 from .replication import Replication
+from .resilience import Resilience
 from .settings import WhenDown
 from .stores.base import Failure, GetItem, PlacedGets, PlacedPuts, PutItem, RemoveOutcome, Store
 from .stores.local import LocalMooncake
@@ -84,6 +85,7 @@ __all__ = [
     "RemoveOutcome",
     "RemoveResult",
     "Replication",
+    "Resilience",
     "Sink",
     "SlidingWindowSpec",
     "Source",

@@ -20,10 +20,12 @@
     ├── ForkedProcessError                 the client was opened before a fork
     └── StoreError                         the store answered, or failed to answer
         ├── StoreUnavailableError          unreachable for now
+        │   └── StoreDownError             not asked: it has been out of reach just now
         ├── StoreTimeoutError (TimeoutError)   no answer within the time allowed
         ├── StoreFullError                 no room for now
         ├── StoreRejectedError             the store refuses, and would refuse again
         └── StoreAnswerError               an answer that makes no sense
+            └── UnknownCodeError           a code of the native store that this version does not know
 
 The branches follow what a handler would do: mend the code, mend the machine, stop using the object, or
 retry. Each class has a stable ``kind`` (a word for metrics and logs, never renamed) and ``retriable``
@@ -110,10 +112,19 @@ class MissingLibraryError(SetupError, ImportError):
 
 
 class ConnectError(SetupError):
-    """The store could not be reached while connecting."""
+    """The store could not be reached while connecting; ``step`` says how far it came, in a word.
+
+    ``resolve``: the host's name; ``refused``, ``unreachable``: its port; ``handshake``: the port is open, but what
+    listens there is no Mooncake, or does not answer; ``version``: of another version; ``sizes``: segment, buffer or
+    pool; ``metadata``: the metadata server; ``setup``: anything else.
+    """
 
     kind = "connect_failed"
     retriable = True
+
+    def __init__(self, message: str, *, step: str = "setup") -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class LocalProcessError(SetupError):
@@ -152,6 +163,12 @@ class StoreUnavailableError(StoreError):
     retriable = True
 
 
+class StoreDownError(StoreUnavailableError):
+    """The store was not asked, since it has been out of reach just now; whether it is back is being looked at."""
+
+    kind = "down"
+
+
 class StoreTimeoutError(StoreError, TimeoutError):
     """The call did not end within its timeout. A write may or may not have happened."""
 
@@ -176,3 +193,13 @@ class StoreAnswerError(StoreError):
     """The store's answer breaks its own contract (a wrong length, an unknown code)."""
 
     kind = "bad_answer"
+
+
+class UnknownCodeError(StoreAnswerError):
+    """The native store answered ``code``, which this version does not know. Report it: versions may not fit."""
+
+    kind = "unknown_code"
+
+    def __init__(self, message: str, *, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code

@@ -23,13 +23,14 @@ ALLOWED = {
     "replication": {"errors", "checks", "config_values"},
     "config": {"errors", "checks", "config_values", "config_places", "replication"},
     "core": {"errors", "checks"},
+    "resilience": {"errors", "checks"},
     "block_memory": {"errors", "checks"},
     "paged": {"errors", "core", "block_memory"},
     "chunks": {"errors", "views", "paged"},
-    "stores": {"errors", "checks", "core", "config", "config_values", "replication", "views", "waiting"},
+    "stores": {"errors", "checks", "core", "config", "config_values", "replication", "resilience", "views", "waiting"},
     "identity": {"errors", "core"},
     "data_plane": {
-        *("errors", "checks", "core", "config", "identity", "waiting", "views"),
+        *("errors", "checks", "core", "config", "resilience", "identity", "waiting", "views"),
         *("block_memory", "paged", "chunks", "stores"),
     },
 }
