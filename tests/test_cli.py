@@ -462,10 +462,12 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+def serving(
+    *arguments: str, program: tuple[str, str] = ("-m", "mooncake_sparse_client")
+) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """A ``serve`` that serves, and what it has printed by then."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "mooncake_sparse_client", "serve", "--memory", "64MB", *arguments],
+        [sys.executable, *program, "serve", "--memory", "64MB", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -554,6 +556,43 @@ def test_serve_says_when_a_process_of_its_own_ends() -> None:
         assert server.returncode == 2
         assert re.match(r"serve: mooncake_master .* signal 9", errors), errors
         assert "Traceback" not in errors
+        assert not [process for process in started if process.is_running()]
+
+
+IMPATIENT = """
+import sys
+from mooncake_sparse_client.cli.main import main
+from mooncake_sparse_client.stores import owner
+
+owner.PAUSE = 0.5
+sys.exit(main())
+"""
+
+
+@pytest.mark.usefixtures("native_library")
+def test_serve_goes_on_with_another_owner_when_its_own_ends() -> None:
+    with serving(program=("-c", IMPATIENT)) as (server, lines):
+        (owner,) = [process for process in descendants(server) if process.name() == "mooncake_client"]
+        owner.kill()
+        assert server.stderr is not None
+        said = ""
+        while "serves again" not in said:
+            line = server.stderr.readline()
+            assert line, said
+            said += line
+        assert re.match(r".*what the owner process held is gone, it is started again in 0\.5 s: .* signal 9 ", said)
+        (second,) = [process for process in descendants(server) if process.name() == "mooncake_client"]
+        assert second.pid != owner.pid
+        address = next(line for line in lines if "MOONCAKE_CLIENT=" in line).split("MOONCAKE_CLIENT=")[1]
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=5):
+            pass
+        started = descendants(server)
+        server.send_signal(signal.SIGTERM)
+        output, errors = server.communicate(timeout=30)
+        assert output.endswith("Stopped.\n")
+        assert errors == ""
+        assert server.returncode == 0
         assert not [process for process in started if process.is_running()]
 
 

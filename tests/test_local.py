@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.machinery
-import importlib.util
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from blockbuster import BlockBuster
+from local_processes import (
+    blocks_termination,
+    descendants,
+    http_get,
+    listeners,
+    needs_mooncake,
+    pretend_mooncake_is_in,
+    processes_of,
+    running,
+    segments,
+    until,
+)
 
 from mooncake_sparse_client.errors import ConfigError, LocalProcessError, MissingLibraryError
 from mooncake_sparse_client.stores import _guardian
 from mooncake_sparse_client.stores.local import LocalMooncake
 
 MIB = 1 << 20
-needs_mooncake = pytest.mark.skipif(
-    importlib.util.find_spec("mooncake") is None, reason="no build of Mooncake is installed"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -42,54 +48,17 @@ async def no_blocking_calls() -> AsyncIterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Every test ends with as many children and open files as it started with."""
-    before = set(psutil.Process().children(recursive=True))
+    before = descendants()
     files = psutil.Process().num_fds()
     yield
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert descendants() <= before
     assert psutil.Process().num_fds() <= files
-
-
-def processes_of(parent: int) -> dict[str, psutil.Process]:
-    return {p.name(): p for p in psutil.Process(parent).children(recursive=True) if "mooncake" in p.name()}
-
-
-def running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def blocks_termination(pid: int) -> bool:
-    mask = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return mask is not None and bool(int(mask[1], 16) & 1 << (signal.SIGTERM - 1))
 
 
 @pytest.fixture
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill what has not ended after half a second: an owner takes three to end in good order."""
-    monkeypatch.setattr("mooncake_sparse_client.stores.local._PATIENCE", 0.5)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def http_get(port: int, path: str) -> tuple[int, str]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-    length = int(head.split("content-length:")[1].split("\r\n")[0])
-    body = (await reader.readexactly(length)).decode()
-    writer.close()
-    await writer.wait_closed()
-    return int(head.split()[1]), body
-
-
-async def segments(local: LocalMooncake) -> list[str]:
-    return (await http_get(local.metrics_port, "/get_all_segments"))[1].split()
+    monkeypatch.setattr("mooncake_sparse_client.stores.processes.PATIENCE", 0.5)
 
 
 @needs_mooncake
@@ -109,27 +78,45 @@ async def test_a_master_alone_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         assert psutil.Process(local.master_pid).name() == "mooncake_master"
         assert "--default_kv_lease_ttl=1500" in psutil.Process(local.master_pid).cmdline()
         assert "--minloglevel=2" in psutil.Process(local.master_pid).cmdline()
-        listening = {c.laddr.ip for c in psutil.Process(local.master_pid).net_connections() if c.status == "LISTEN"}
-        assert listening == {"127.0.0.1"}
+        assert listeners(local.master_pid) == {("127.0.0.1", int(port)), ("127.0.0.1", local.metrics_port)}
 
 
 @needs_mooncake
 async def test_an_owner_mounts_its_memory_and_stops_before_the_master() -> None:
     local = await LocalMooncake.start(memory=16 * MIB)
-    assert local.owner_address is not None
-    assert local.owner_pid is not None
+    owner = local.owner_pid
+    assert owner is not None
+    assert local.owner_serves
+    assert local.owner_restarts == 0
     assert len(await segments(local)) == 1
-    assert psutil.Process(local.owner_pid).name() == "mooncake_client"
-    assert os.getsid(local.owner_pid) != os.getsid(0)  # Ctrl-C in a terminal is for us, who stop it in order
-    assert blocks_termination(local.owner_pid)
+    assert psutil.Process(owner).name() == "mooncake_client"
+    assert os.getsid(owner) != os.getsid(0)  # Ctrl-C in a terminal is for us, who stop it in order
+    assert blocks_termination(owner)
     assert not blocks_termination(local.master_pid)  # or it would never react
     closing = asyncio.create_task(local.aclose())
-    await until(lambda: not running(local.owner_pid or 0))
+    await until(lambda: not running(owner))
     assert running(local.master_pid)
     assert await segments(local) == []  # it had the time to unmount: it was asked, not killed
     assert not local.alive
     await closing
     assert not running(local.master_pid)
+    assert local.owner_pid is None
+    assert not local.owner_serves
+
+
+@needs_mooncake
+@pytest.mark.usefixtures("impatience")
+async def test_an_owner_listens_on_all_addresses_only_where_no_flag_can_help() -> None:
+    async with await LocalMooncake.start(memory=16 * MIB) as local:
+        host, port = str(local.owner_address).split(":")
+        assert local.owner_pid is not None
+        here = listeners(local.owner_pid)
+        assert (host, int(port)) in here
+        # The handshake, and the data: chosen and opened by Mooncake itself, see the documentation.
+        others = here - {(host, int(port))}
+        assert {address for address, _ in others} == {"0.0.0.0", "::"}  # noqa: S104
+        assert len(others) == 2
+        assert all(15000 <= port <= 17000 for _, port in others)
 
 
 @needs_mooncake
@@ -212,7 +199,7 @@ async def test_a_port_lost_to_another_program_is_replaced(lost: str, monkeypatch
     """Between choosing a port and its use another program may take it, and even accept connections."""
     from mooncake_sparse_client.stores import local as module
 
-    choose, thieves = module._choose_ports, contextlib.ExitStack()
+    choose, thieves = module.choose_ports, contextlib.ExitStack()
     stolen: list[int] = []
 
     def choose_and_lose(wanted: dict[str, int | None]) -> dict[str, int]:
@@ -222,7 +209,7 @@ async def test_a_port_lost_to_another_program_is_replaced(lost: str, monkeypatch
             stolen.append(chosen[lost])
         return chosen
 
-    monkeypatch.setattr(module, "_choose_ports", choose_and_lose)
+    monkeypatch.setattr(module, "choose_ports", choose_and_lose)
     with thieves:
         async with await LocalMooncake.start(memory=16 * MIB) as local:
             assert stolen
@@ -250,7 +237,7 @@ async def test_a_master_can_start_again_on_its_port() -> None:
 @pytest.mark.usefixtures("impatience")
 @pytest.mark.parametrize("victim", ["mooncake_master", "mooncake_client"])
 async def test_a_process_that_dies_is_reported(victim: str) -> None:
-    async with await LocalMooncake.start(memory=16 * MIB) as local:
+    async with await LocalMooncake.start(memory=16 * MIB, restart_owner=False) as local:
         processes_of(os.getpid())[victim].kill()
         with pytest.raises(LocalProcessError, match=rf"{victim} .* signal 9 "):
             await asyncio.wait_for(local.wait(), 15)
@@ -299,9 +286,9 @@ async def test_an_object_dropped_unclosed_warns_and_lets_go() -> None:
 
 PARENT = """
 import asyncio, os, sys, threading, time
-from mooncake_sparse_client.stores import local as module
+from mooncake_sparse_client.stores import local as module, processes
 
-module._PATIENCE = float(os.environ["PATIENCE"])
+processes.PATIENCE = float(os.environ["PATIENCE"])
 
 async def main():
     global local  # keeps it from being collected with the thread
@@ -403,21 +390,6 @@ async def test_settings_out_of_range_are_named(settings: dict[str, float]) -> No
         await LocalMooncake.start(**settings)  # type: ignore[arg-type]
 
 
-def pretend_mooncake_is_in(directory: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-
-    def find_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "mooncake":
-            return real(name, package)
-        if directory is None:
-            return None
-        spec = importlib.machinery.ModuleSpec("mooncake", None, is_package=True)
-        spec.submodule_search_locations = [str(directory)]
-        return spec
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-
-
 async def test_a_missing_package_comes_with_the_lines_that_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_mooncake_is_in(None, monkeypatch)
     with pytest.raises(MissingLibraryError, match="mooncake_master") as caught:
@@ -454,20 +426,21 @@ async def test_a_program_that_cannot_be_executed_is_named(tmp_path: Path, monkey
         await LocalMooncake.start()
 
 
-def test_the_log_does_not_grow_for_ever(tmp_path: Path) -> None:
-    script = "head -c 3000000 /dev/zero; sleep 1.2; echo the end; exit 7"
-    with (tmp_path / "log").open("w+b") as log:
-        options = [f"--parent={os.getpid()}", "--patience=1"]
-        done = subprocess.run(
-            [sys.executable, "-I", _guardian.__file__, *options, "--", "/bin/sh", "-c", script],
-            stdin=(lifeline := os.pipe())[0],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            timeout=30,
-        )
-    for descriptor in lifeline:
-        os.close(descriptor)
+def test_the_log_takes_little_memory_and_loses_no_last_word() -> None:
+    script = "head -c 3000000 /dev/zero; echo before; sleep 1.2; echo the end; exit 7"
+    log = os.memfd_create("log")
+    options = [f"--parent={os.getpid()}", "--patience=1"]
+    done = subprocess.run(
+        [sys.executable, "-I", _guardian.__file__, *options, "--", "/bin/sh", "-c", script],
+        stdin=(lifeline := os.pipe())[0],
+        stdout=subprocess.PIPE,
+        stderr=log,
+        timeout=30,
+    )
     assert done.returncode == 7
-    left = (tmp_path / "log").read_bytes()
-    assert left.endswith(b"\0the end\n")  # with what stood before it, which may say why a command ends
-    assert len(left) < 3_000_000 // 10
+    size = os.fstat(log).st_size
+    assert size == 3_000_000 + len("before\nthe end\n")
+    assert os.pread(log, 100, size - 16).endswith(b"\0before\nthe end\n")
+    assert os.fstat(log).st_blocks * 512 < 1 << 16
+    for descriptor in (*lifeline, log):
+        os.close(descriptor)

@@ -1,4 +1,8 @@
-"""``serve``: a local Mooncake to develop against, until Ctrl-C."""
+"""``serve``: a local Mooncake to develop against, until Ctrl-C.
+
+When its owner process ends by itself another one is started, and the log, which goes to stderr, says so. Only what is
+not cured ends the command.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ async def _serve(memory: int, port: int | None) -> None:
 
 
 async def _until(stop: asyncio.Event, local: LocalMooncake) -> None:
-    """Wait for a signal, or for a process to end by itself, which raises."""
+    """Wait for a signal, or for a process to end for good by itself, which raises."""
     stopped, ended = asyncio.create_task(stop.wait()), asyncio.create_task(local.wait())
     try:
         await asyncio.wait([stopped, ended], return_when=asyncio.FIRST_COMPLETED)

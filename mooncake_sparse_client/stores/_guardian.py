@@ -10,7 +10,8 @@ so that it starts fast and whatever the command holds is no concern of the askin
   asking process is gone,
 * exits with the command's exit status, or 128 plus the number of the signal that ended it, as shells do.
 
-Standard error takes the output of both and must be a file: it is cut to its end whenever it grows past a limit.
+Standard error takes the output of both and must be a file: all but its end is given back, and then reads as zeros,
+whenever it takes more room than a limit.
 Signals to the process group (Ctrl-C, hang-up, termination) are for the asking process, which stops the
 commands in the right order; the guardian does not listen to them. The asking process itself imports this
 module only for what it needs to know of an end: ``describe`` and ``is_gone``.
@@ -31,9 +32,8 @@ from typing import NoReturn
 STDIN, STDOUT, STDERR = 0, 1, 2
 POLL_SECONDS = 0.5
 LOG_LIMIT_BYTES = 1 << 20
-#: Until the command serves: what it writes while its log is cut may be lost, and then it may be why it ends.
-STARTING_LOG_LIMIT_BYTES = 1 << 24
 LOG_TAIL_BYTES = 1 << 13
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 CANNOT_EXECUTE = 126
 SERVING = b"serving\n"
 PR_SET_PDEATHSIG = 1
@@ -110,7 +110,7 @@ def watch(command: Command, ports: list[int], parent: int, patience: float) -> i
         status, asked = command.wait(pause, stop=STDIN)
         if status is not None or asked:
             return status
-        _bound_log(LOG_LIMIT_BYTES if serving else STARTING_LOG_LIMIT_BYTES)
+        _bound_log()
         if not serving and all(listens(command.pid, port) for port in ports):
             os.write(STDOUT, SERVING)
             serving = True
@@ -146,14 +146,15 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def _bound_log(limit: int) -> None:
-    size = os.fstat(STDERR).st_size
-    if size > limit:
-        # The last words stay: they may be why the command is about to end.
-        tail = os.pread(STDERR, LOG_TAIL_BYTES, size - LOG_TAIL_BYTES)
-        os.ftruncate(STDERR, 0)
-        os.lseek(STDERR, 0, os.SEEK_SET)
-        os.write(STDERR, tail)
+def _bound_log() -> None:
+    """Give back what the log takes, but for its last words: they may be why the command is about to end.
+
+    A hole, as the command may write at any moment: cutting the file would lose those words.
+    """
+    log = os.fstat(STDERR)
+    if log.st_blocks * 512 > LOG_LIMIT_BYTES:
+        hole = ctypes.c_long(log.st_size - LOG_TAIL_BYTES)
+        ctypes.CDLL(None).fallocate(STDERR, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, ctypes.c_long(0), hole)
 
 
 def describe(exit_status: int) -> str:

@@ -1,46 +1,49 @@
 """A Mooncake store on this machine: starts real ``mooncake_master`` and ``mooncake_client`` processes.
 
 Each process runs under a small guardian process, which ends it when it is asked to or when the process that
-started it is gone, however that came about. Everything that is ours to choose listens on the loopback
-interface; the owner's data ports are chosen, and opened on all interfaces, by Mooncake itself.
+started it is gone, however that came about. An owner that ends by itself is started again. Everything that is ours to
+choose listens on the loopback interface; the owner's data ports are chosen, and opened on all interfaces, by Mooncake
+itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import os
-import re
-import socket
-import sys
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import Self
 
 from ..config_values import MIN_SEGMENT_BYTES, parse_size
-from ..errors import ConfigError, LocalProcessError, MissingLibraryError
+from ..errors import ConfigError, LocalProcessError
 from ..waiting import settled
-from . import _guardian
 from .free_memory import available_memory
-from .native import APT_LINE, INSTALL_LINES
+from .owner import Owner
+from .ports import HOST, choose_ports
+from .processes import Process
 
-_HOST = "127.0.0.1"
 _OWNER_THREADS = 4  # with Mooncake's default of one, small calls wait behind every large one
 _PORT_ATTEMPTS = 3
-_PATIENCE = 5.0  # seconds for a process to end, then for what is killed; an owner's clean-up takes three
 
 
 class LocalMooncake:
     """A master, and on request an owner of memory, run by this process and gone when it closes or dies.
 
     ``async with await LocalMooncake.start(memory=1 << 30) as local: ...``, all in one event loop.
+
+    An owner that ends by itself is started again, empty and at the same address, after a pause of six seconds in which
+    applications notice that the former is gone. One that keeps ending soon after its start is given up, and an end of
+    the master is final. A process that hangs is left alone: it may go on, with all it holds.
     """
 
-    def __init__(self, ports: Mapping[str, int]) -> None:
+    def __init__(self, ports: Mapping[str, int], lease_ttl_seconds: float | None) -> None:
         self._ports = ports
-        self._processes: list[_Process] = []
+        rpc, metrics = ports["rpc_port"], ports["metrics_port"]
+        arguments = f"--rpc_address={HOST} --rpc_port={rpc} --metrics_host={HOST} --metrics_port={metrics}".split()
+        arguments += [f"--default_kv_lease_ttl={round(lease_ttl_seconds * 1000)}"] if lease_ttl_seconds else []
+        self._master = Process("mooncake_master", arguments, [rpc, metrics])
+        self._owner: Owner | None = None
         self._stops = contextlib.AsyncExitStack()  # last started, first stopped
         self._closing: asyncio.Task[None] | None = None
 
@@ -54,12 +57,14 @@ class LocalMooncake:
         owner_port: int | None = None,
         lease_ttl_seconds: float | None = None,
         startup_timeout: float = 30.0,
+        restart_owner: bool = True,
     ) -> LocalMooncake:
         """Start the processes and return when they serve.
 
         ``memory`` is what an owner process holds, in bytes or as text like "4GB" (None: a master only). A port that
         is None is chosen among the free ones. ``lease_ttl_seconds`` is how long the master protects a key
         that was looked up or read (None: Mooncake's default). ``startup_timeout`` is in seconds, for all.
+        ``restart_owner``: whether an owner that ends by itself is started again, while this event loop runs.
 
         Raises ConfigError for values that cannot work on this machine, MissingLibraryError if Mooncake or a
         library it needs is not installed, and LocalProcessError if a given port is taken or a process does
@@ -79,10 +84,12 @@ class LocalMooncake:
         deadline = loop.time() + startup_timeout
         attempts_left = _PORT_ATTEMPTS
         while True:
-            local = cls(_choose_ports(wanted))
+            local = cls(choose_ports(wanted), lease_ttl_seconds)
             attempts_left -= 1
             try:
-                await local._launch(size, lease_ttl_seconds, deadline)
+                await local._start_master(deadline)
+                if size is not None:
+                    await local._start_owner(size, deadline, restart=restart_owner, startup_timeout=startup_timeout)
                 return local
             except BaseException as error:
                 await local.aclose()
@@ -90,39 +97,29 @@ class LocalMooncake:
                 if not isinstance(error, LocalProcessError) or attempts_left == 0 or loop.time() > deadline:
                     raise
 
-    async def _launch(self, memory: int | None, lease_ttl_seconds: float | None, deadline: float) -> None:
-        rpc, metrics, owner = (self._ports[name] for name in ("rpc_port", "metrics_port", "owner_port"))
-        arguments = f"--rpc_address={_HOST} --rpc_port={rpc} --metrics_host={_HOST} --metrics_port={metrics}".split()
-        arguments += [f"--default_kv_lease_ttl={round(lease_ttl_seconds * 1000)}"] if lease_ttl_seconds else []
-        master = _Process("mooncake_master", arguments, [rpc, metrics])
-        await self._run(master, deadline)
-        if memory is not None:
-            arguments = f"--host={_HOST} --port={owner} --threads={_OWNER_THREADS} --protocol=tcp".split()
-            arguments += f"--master_server_address={_HOST}:{rpc} --metadata_server=P2PHANDSHAKE".split()
-            arguments += [f"--global_segment_size={memory}"]
-            await self._run(_Process("mooncake_client", arguments, [owner], before=master), deadline)
+    async def _start_master(self, deadline: float) -> None:
+        self._stops.push_async_callback(self._master.end)
+        await self._master.start(deadline)
 
-    async def _run(self, process: _Process, deadline: float) -> None:
-        self._stops.callback(process.files.close)
-        self._stops.push_async_callback(process.stop)
-        self._processes.append(process)
-        program = await asyncio.to_thread(_find_program, process.name)
-        await settled(asyncio.create_task(process.spawn(program)))
-        try:
-            async with asyncio.timeout_at(deadline):
-                await process.serving()
-        except TimeoutError:
-            raise process.failure("did not serve within startup_timeout, allow more") from None
+    async def _start_owner(self, memory: int, deadline: float, *, restart: bool, startup_timeout: float) -> None:
+        port = self._ports["owner_port"]
+        arguments = f"--host={HOST} --port={port} --threads={_OWNER_THREADS} --protocol=tcp".split()
+        arguments += f"--master_server_address={self.master_address} --metadata_server=P2PHANDSHAKE".split()
+        arguments += [f"--global_segment_size={memory}"]
+        new = partial(Process, "mooncake_client", arguments, [port], before=self._master)
+        self._owner = Owner(new, port, restart=restart, startup_timeout=startup_timeout)
+        self._stops.push_async_callback(self._owner.stop)
+        await self._owner.start(deadline)
 
     @property
     def master_address(self) -> str:
         """Where clients find the master, ``"127.0.0.1:PORT"``."""
-        return f"{_HOST}:{self._ports['rpc_port']}"
+        return f"{HOST}:{self._ports['rpc_port']}"
 
     @property
     def owner_address(self) -> str | None:
         """Where applications find the owner process, ``"127.0.0.1:PORT"``; None without one."""
-        return f"{_HOST}:{self._ports['owner_port']}" if len(self._processes) > 1 else None
+        return f"{HOST}:{self._ports['owner_port']}" if self._owner is not None else None
 
     @property
     def metrics_port(self) -> int:
@@ -132,23 +129,41 @@ class LocalMooncake:
     @property
     def master_pid(self) -> int:
         """Process id of ``mooncake_master``."""
-        return self._processes[0].pid
+        return self._master.pid
 
     @property
     def owner_pid(self) -> int | None:
-        """Process id of ``mooncake_client``; None without an owner."""
-        return self._processes[1].pid if len(self._processes) > 1 else None
+        """Process id of the present ``mooncake_client``; None without an owner, and while none runs."""
+        return self._owner.pid if self._owner is not None else None
+
+    @property
+    def owner_serves(self) -> bool:
+        """Whether the owner serves; False without one, and from its end until it is started again."""
+        return self._owner is not None and self._owner.serves
+
+    @property
+    def owner_restarts(self) -> int:
+        """How often the owner has been started again, and served."""
+        return self._owner.restarts if self._owner is not None else 0
 
     @property
     def alive(self) -> bool:
-        """Whether all processes it started still run; False from the moment closing begins."""
-        return self._closing is None and not any(process.ended.done() for process in self._processes)
+        """Whether all serves, or will again by itself: False once the master has ended, the owner has and is not
+        started again, or closing has begun. See ``owner_serves`` for the owner's present state."""
+        lost = self._owner_lost
+        return self._closing is None and not self._master.ended.done() and (lost is None or not lost.done())
 
     async def wait(self) -> None:
-        """Wait until a process ends by itself and raise LocalProcessError about it; return once closed."""
-        await asyncio.wait([each.ended for each in self._processes], return_when=asyncio.FIRST_COMPLETED)
+        """Wait until something ends by itself for good, and raise ``LocalProcessError`` about it: the master, or an
+        owner that is given up or not to be started again. Return once closed."""
+        master, lost = self._master.ended, self._owner_lost
+        await asyncio.wait([master] if lost is None else [master, lost], return_when=asyncio.FIRST_COMPLETED)
         if self._closing is None:
-            raise next(each for each in self._processes if each.ended.done()).failure()
+            raise self._master.failure() if lost is None or master.done() else lost.result()
+
+    @property
+    def _owner_lost(self) -> asyncio.Task[Exception] | None:
+        return self._owner.lost if self._owner is not None else None
 
     async def aclose(self) -> None:
         """Stop the owner, then the master. They are gone when this returns, also if it is cancelled
@@ -164,110 +179,11 @@ class LocalMooncake:
         await self.aclose()
 
     def __del__(self) -> None:
-        if self._processes and self._closing is None:
+        if self._closing is None:
             warnings.warn(f"unclosed {type(self).__name__} {self.master_address}", ResourceWarning, stacklevel=2)
-            for process in self._processes:
-                process.files.close()
-
-
-class _Process:
-    """One Mooncake process under its guardian, to end ``before`` another one in any event."""
-
-    ended: asyncio.Task[int]  # gives the guardian's exit status
-    lifeline: int  # a file descriptor; the guardian stops the process when it is closed or written to
-
-    def __init__(self, name: str, arguments: list[str], ports: list[int], before: _Process | None = None) -> None:
-        self.name = name
-        self.pid = 0
-        self._arguments = arguments + ([] if "MC_LOG_LEVEL" in os.environ else ["--minloglevel=2"])
-        self._ports = ports
-        self._before = before
-        self.files = contextlib.ExitStack()  # when these close, a guardian that still runs stops the process
-        self._guardian: asyncio.subprocess.Process | None = None
-
-    async def spawn(self, program: str) -> None:
-        """Start the guardian. Must not be cut short, as it might just have started."""
-        options = [f"--parent={os.getpid()}", f"--patience={_PATIENCE}", *(f"--port={port}" for port in self._ports)]
-        if self._before is not None:
-            # An owner cleans up on SIGTERM only with the signals blocked, a master only without.
-            options += ["--mask-signals"]
-        self._log = os.memfd_create(self.name)  # in memory, bounded by the guardian, never a leftover
-        self.files.callback(os.close, self._log)
-        guardians_end, self.lifeline = os.pipe()
-        self.files.callback(os.close, self.lifeline)
-        os.set_blocking(self.lifeline, False)
-        try:
-            self._guardian = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", _guardian.__file__, *options, "--", program, *self._arguments),
-                stdin=guardians_end,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=self._log,
-                # Held by this process too, the other's lifeline does not end before it, whoever else is gone.
-                pass_fds=[self._before.lifeline] if self._before else [],
-                env={"MC_LOG_LEVEL": "ERROR", **os.environ},
-            )
-        except OSError as error:
-            raise LocalProcessError(f"cannot start {self.name} with {sys.executable}: {error}") from error
-        finally:
-            os.close(guardians_end)
-        self.ended = asyncio.create_task(self._guardian.wait())
-
-    async def serving(self) -> None:
-        """Return when the process listens on all its ports; raise if it ends before."""
-        assert self._guardian is not None and self._guardian.stdout is not None  # noqa: S101, PT018
-        self.pid = int(await self._guardian.stdout.readline() or 0)
-        if not await self._guardian.stdout.readline():
-            await asyncio.wait([self.ended])
-            raise self.failure()
-
-    async def stop(self) -> None:
-        """End the process and its guardian. They are gone when this returns."""
-        if self._guardian is None:
-            return
-        with contextlib.suppress(BrokenPipeError):  # the guardian has ended already
-            os.write(self.lifeline, b".")
-        await asyncio.wait([self.ended], timeout=2 * _PATIENCE)
-        if not self.ended.done():
-            self._guardian.kill()  # and with it, by the kernel, the process
-        deadline = asyncio.get_running_loop().time() + _PATIENCE
-        while self.pid and not await asyncio.to_thread(_guardian.is_gone, self.pid):
-            if asyncio.get_running_loop().time() > deadline:
-                raise LocalProcessError(f"{self.name} (pid {self.pid}) was killed but does not go away")
-            await asyncio.sleep(0.02)
-        await asyncio.wait([self.ended], timeout=_PATIENCE)
-
-    def failure(self, what: str = "") -> Exception:
-        """What went wrong, with the process's last words; only while ``files`` are open."""
-        start = max(0, os.fstat(self._log).st_size - 8192)
-        lines = os.pread(self._log, 8192, start).decode(errors="replace").splitlines()[-12:]
-        library = re.search(r"error while loading shared libraries: ([^\s:]+)", "\n".join(lines))
-        if library:
-            return MissingLibraryError(
-                f"{self.name} needs {library[1]}, which this machine lacks; {_remedy(library[1])}"
-            )
-        what = what or f"{_guardian.describe(self.ended.result())}, set MC_LOG_LEVEL=INFO for more of its log"
-        said = "".join(f"\n    {line}" for line in lines) or " none"
-        return LocalProcessError(f"{self.name} (pid {self.pid}, ports {self._ports}) {what}; its last output:{said}")
-
-
-def _remedy(library: str) -> str:
-    if library.startswith("libcu"):
-        return "it comes with CUDA; the build mooncake-transfer-engine-non-cuda does without"
-    return f"install the system's libraries: {APT_LINE}"
-
-
-def _find_program(name: str) -> str:
-    # Not by importing mooncake: that may load the native library into this process.
-    spec = importlib.util.find_spec("mooncake")
-    for directory in (spec and spec.submodule_search_locations) or ():
-        program = Path(directory, name)
-        if program.is_file():
-            if not os.access(program, os.X_OK):
-                program.chmod(program.stat().st_mode | 0o111)
-            return str(program)
-    raise MissingLibraryError(
-        f"no program {name}: Mooncake is not installed for {sys.executable}; install one of its builds: {INSTALL_LINES}"
-    )
+            if self._owner is not None:
+                self._owner.let_go()
+            self._master.let_go()
 
 
 def check_memory(memory: int, name: str) -> None:
@@ -278,21 +194,3 @@ def check_memory(memory: int, name: str) -> None:
     available = available_memory()
     if available is not None and memory > available:
         raise ConfigError(f"{name}={memory} bytes exceeds the {available} available (/proc/meminfo): ask for less")
-
-
-def _choose_ports(wanted: Mapping[str, int | None]) -> dict[str, int]:
-    """The wanted ports, which must be free and differ, and free ones in place of None."""
-    chosen: dict[str, int] = {}
-    with contextlib.ExitStack() as probes:
-        for name, port in sorted(wanted.items(), key=lambda item: item[1] is None):
-            if port is not None and not (isinstance(port, int) and 0 < port < 65536):
-                raise ConfigError(f"{name}={port} is not a port: use 1 to 65535, or None for a free one")
-            try:
-                probe = probes.enter_context(socket.create_server((_HOST, port or 0)))
-            except OSError as error:
-                raise LocalProcessError(
-                    f"cannot listen on {name}={port} at {_HOST}: {error.strerror}; end the program that holds "
-                    f"it (ss -ltnp 'sport = :{port}' shows it), pass another port, or None for a free one"
-                ) from error
-            chosen[name] = probe.getsockname()[1]
-    return chosen
