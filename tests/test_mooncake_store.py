@@ -28,6 +28,7 @@ from mooncake_sparse_client.errors import (
 from mooncake_sparse_client.stores.base import Store
 from mooncake_sparse_client.stores.connecting import Opened
 from mooncake_sparse_client.stores.local import LocalMooncake
+from mooncake_sparse_client.stores.guard import State
 from mooncake_sparse_client.stores.mooncake import MooncakeStore
 from mooncake_sparse_client.stores.native_memory import NativeMemory
 from mooncake_sparse_client.stores.regions import anonymous_pool
@@ -371,7 +372,10 @@ class FakeNative:
 def fake_store(native: FakeNative) -> MooncakeStore:
     config = config_for("127.0.0.1:1")
     memory = NativeMemory(native, anonymous_pool(MIB), config)  # type: ignore[arg-type]
-    return MooncakeStore(Opened(native, memory), config)  # type: ignore[arg-type]
+    store = MooncakeStore(config)
+    store._guard.become(State.CONNECTING)
+    store._attach(Opened(native, memory))  # type: ignore[arg-type]
+    return store
 
 
 @pytest.mark.parametrize(

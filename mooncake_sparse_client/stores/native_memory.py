@@ -12,17 +12,20 @@ import contextlib
 import copy
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, cast
 
 from ..config import MooncakeConfig
 from ..errors import ClientClosedError, ConnectError
 from ..waiting import settled
+from . import leaving
 from . import native_codes as codes
 from .native import NativeStore, has_cuda
 from .regions import MemoryPool, Region, anonymous_pool
 from .registrations import Registrations
 from .shared_setup import open_shared_pool
+from .sharing import Sharing
 
 T = TypeVar("T")
 
@@ -52,6 +55,8 @@ class NativeMemory:
         self._pool: MemoryPool | None = pool
         self._where = config.where
         self._only_pool = config.mode == "shared"
+        #: How the owner process knows the pool, in shared mode.
+        self.sharing = Sharing(native, pool.address, pool.nbytes, config.where) if self._only_pool else None
         self._gather_bytes = _NETWORK_PIECE if config.mode == "remote" else 0
         self._run: Runner = asyncio.to_thread
         #: One change at a time, its native calls included. Held on threads only.
@@ -66,7 +71,18 @@ class NativeMemory:
 
         Raises ``ConfigError`` or ``ConnectError``; ``native`` has no memory then.
         """
-        return cls(native, _open_pool(native, config), config)
+        memory = cls(native, _open_pool(native, config), config)
+        leaving.opened(native)
+        return memory
+
+    @property
+    def native(self) -> NativeStore:
+        """What moves values to and from this memory."""
+        return self._native if self.sharing is None else cast(NativeStore, self.sharing.native)
+
+    @property
+    def plain_native(self) -> NativeStore:
+        return self._native
 
     @property
     def gather_bytes(self) -> int:
@@ -146,9 +162,11 @@ class NativeMemory:
             self._registrations = changed
             self._forget([begin for begin, _ in gone])
 
-    def _forget(self, begins: list[int]) -> None:
-        for begin in begins:
-            code = self._native.unregister_buffer(begin)
+    def _forget(self, begins: list[int]) -> bool:
+        """Whether the native client knows of none of them any more."""
+        sharing = self.sharing
+        answers = [self._native.unregister_buffer(begin) if sharing is None else sharing.forget() for begin in begins]
+        for begin, code in zip(begins, answers, strict=True):
             if code != codes.OK:
                 # Where the other side is gone, so is what it knew.
                 logger.log(
@@ -156,24 +174,35 @@ class NativeMemory:
                     "the native client of %s does not let go of the memory at %#x: %s (%d)",
                     *(self._where, begin, codes.meaning_of(code).text, code),
                 )
+        return not any(answers)
 
-    def close(self) -> None:
+    def close(self, instead: Callable[[], bool] = lambda: False) -> None:
         """Unregister all memory, close the native client, and let go of the pool. Idempotent.
 
-        No native call may be in flight. Runs on a thread, with the interpreter's lock held, for a second or two.
+        ``instead`` of closing it may take the native client, which knows of no memory then, and says whether it did.
+        No native call may be in flight. Runs on a thread; closing holds the interpreter's lock, for a second or two
+        where the other side answers.
         """
         with self._turn:
             if self._pool is None:
                 return
             pieces = self._registrations.pieces()
             self._registrations = Registrations()
-            self._forget([begin for begin, _ in pieces])
-            code = self._native.close()
-            if code != codes.OK:
-                logger.warning(
-                    "closing the native client of %s: %s (%d)", self._where, codes.meaning_of(code).text, code
-                )
+            if not (self._forget([begin for begin, _ in pieces]) and instead()):
+                self._close_native()
             self._pool = None
+
+    def _close_native(self) -> None:
+        began = time.monotonic()
+        code = self._native.close()
+        leaving.closed(self._native)
+        logger.info("closing the native client of %s took %.2f s", self._where, time.monotonic() - began)
+        if code != codes.OK:
+            logger.warning("closing the native client of %s: %s (%d)", self._where, codes.meaning_of(code).text, code)
+
+    def leave(self) -> None:
+        """Leave all of it to the end of the process: the native client cannot be closed."""
+        leaving.leave(self._native, self._pool)
 
     def _closed(self) -> ClientClosedError:
         return ClientClosedError(f"the connection to {self._where} is closed, and with it its memory; connect again")
