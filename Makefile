@@ -7,12 +7,14 @@ RUN := $(VENV)/bin/python
 MOONCAKE ?= mooncake-cpu
 ARGS ?=
 
-.PHONY: help demo serve test lint format install system clean
+.PHONY: help demo serve test test-faults soak lint format install system clean
 
 help:
 	@echo "make demo   replay a small workload on a local Mooncake (ARGS='--help' for more)"
 	@echo "make serve  run a local Mooncake to develop against"
 	@echo "make test   run the tests"
+	@echo "make test-faults  kill, stop and damage a Mooncake under the client (eight minutes)"
+	@echo "make soak   random faults under load, ten minutes (ARGS='--minutes 1' for fewer)"
 	@echo "make lint   check style and types"
 	@echo "make format lay the code out"
 
@@ -24,6 +26,12 @@ serve: install
 
 test: install
 	$(RUN) -m pytest $(ARGS)
+
+test-faults: install
+	$(RUN) -m pytest -m faults $(ARGS)
+
+soak: install
+	$(RUN) tests/faults/soak.py $(ARGS)
 
 lint: install
 	$(RUN) -m ruff check .

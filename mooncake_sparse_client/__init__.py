@@ -31,10 +31,12 @@ from .replication import Replication
 from .resilience import Resilience
 from .settings import WhenDown
 from .stores.base import Failure, GetItem, PlacedGets, PlacedPuts, PutItem, RemoveOutcome, Store
+from .stores.breaker import BreakerStore
 from .stores.local import LocalMooncake
 from .stores.memory import MemoryStore
 from .stores.mooncake import MooncakeStore
 from .stores.regions import HeapMemory, Region, StoreMemory
+from .stores.retry import RetryingStore
 from .stores.throttle import ThrottledStore
 from .stores.wrapping import WrappedStore
 
@@ -45,6 +47,7 @@ __all__ = [
     "PRESETS",
     "BlockHasher",
     "BlockMemory",
+    "BreakerStore",
     "Buffer",
     "ChunkBuffers",
     "ChunkFailure",
@@ -86,6 +89,7 @@ __all__ = [
     "RemoveResult",
     "Replication",
     "Resilience",
+    "RetryingStore",
     "Sink",
     "SlidingWindowSpec",
     "Source",

@@ -17,7 +17,7 @@ from .core.sequence import TokenSequence
 from .data_plane.ends import BufferEnd, PagedEnd
 from .data_plane.movers import DirectMover, StagedMover
 from .data_plane.writing import PutStep
-from .errors import InvalidRequestError, StoreTimeoutError
+from .errors import InvalidRequestError, StoreError
 from .lifecycle import ClientLifecycle
 from .paged import PagedKVCache
 from .stores.regions import Region
@@ -46,7 +46,8 @@ class SparseStoreClient(ClientLifecycle):
     in ``async with`` and close it. ``dtype`` and ``revision`` keep the caches of other weights apart.
     ``profile``: ``native``, or ``vllm`` to share keys with a fleet running vLLM. ``timeout`` in seconds bounds
     every call; one that moves bytes to or from paged memory without a copy ends when the native call does.
-    ``when_down``: whether a store that cannot be reached raises, or counts as one that has nothing.
+    ``when_down``: whether a store that cannot be reached raises, or counts as one that has nothing. ``resilience``: how
+    often such a store is asked again, and when it counts as down and is left alone for a while.
 
     Raises the errors of ``mooncake_sparse_client.errors``; a miss is never one.
     """
@@ -80,7 +81,7 @@ class SparseStoreClient(ClientLifecycle):
         local = token_count(local_tokens, "local_tokens")
         hashes, num_tokens = await self._hashes(sequence)
         try:
-            async with self._bounded("looking a sequence up"):
+            async with self._asking("looking a sequence up"):
                 return await self._asker.lookup(hashes, num_tokens, local)
         except self._misses:
             return self._asker.nothing(hashes, num_tokens, local)
@@ -110,7 +111,7 @@ class SparseStoreClient(ClientLifecycle):
             hit = hit_or_sequence
             self._check_hit(hit)
         try:
-            async with self._bounded("reading a hit"):
+            async with self._asking("reading a hit", moving=True):
                 if hit is None:
                     hit = await self._asker.lookup(hashes, num_tokens, 0)
                 return await self._reader.get(hit, self._asker.again(hit), mover)
@@ -160,7 +161,7 @@ class SparseStoreClient(ClientLifecycle):
         mover.check(plan.store_masks)
         step = PutStep(self._transport, plan, hashes, mover, confirm=confirm, patience=self._patience)
         try:
-            async with self._bounded(f"putting tokens {plan.start_token} to {plan.end_token}", step.so_far):
+            async with self._asking(f"putting tokens {plan.start_token} to {plan.end_token}", step.so_far, moving=True):
                 await step.run()
         except self._misses as error:
             step.fail_the_rest(error.kind)
@@ -211,7 +212,7 @@ class SparseStoreClient(ClientLifecycle):
         """
         hashes, num_tokens = await self._hashes(sequence)
         try:
-            async with self._bounded("asking for the chunks of a sequence"):
+            async with self._asking("asking for the chunks of a sequence"):
                 return await self._asker.exists(hashes, num_tokens, all_chunks=all_chunks)
         except self._misses:
             return no_presence(self.layout, num_tokens)
@@ -222,8 +223,28 @@ class SparseStoreClient(ClientLifecycle):
         ``force`` takes chunks too that are leased to readers for now.
         """
         hashes, num_tokens = await self._hashes(sequence)
-        async with self._bounded("removing the chunks of a sequence"):
+        async with self._asking("removing the chunks of a sequence"):
             return await self._asker.remove(hashes, num_tokens, force=force)
+
+    async def clear(self, *, force: bool = False) -> int:
+        """Delete this client's whole cache, every sequence, group and rank of it, and answer how many keys went.
+
+        The cache is what has this client's ``keys.cache_id``: the model, prefix and namespace in it are its own, so
+        that nobody else's keys are touched. ``force`` takes chunks too that are leased to readers for now; without it
+        they stay. Hits from before say no more what is there. The master looks at each key that it has.
+
+        Raises ``InvalidRequestError`` where the keys have no namespace, since others write under such keys.
+        """
+        self._check_open()
+        if not self._identity.owns_namespace:
+            raise InvalidRequestError(
+                f"the keys of {self.keys.cache_id!r} have no namespace: others write under them too, such as a fleet "
+                "running vLLM, and would lose their values; remove sequences one by one"
+            )
+        async with self._asking("clearing the cache"):
+            removed = await self._transport.store.remove_prefix(self.keys.cache_stem, force=force)
+        self._transport.ledger.forget()
+        return removed
 
     async def register(self, cache: PagedKVCache) -> bool:
         """Make paged memory known to the store: once, before its first use as a source or sink.
@@ -258,11 +279,14 @@ class SparseStoreClient(ClientLifecycle):
         return self._transport.memory.allocate(nbytes)
 
     async def health(self) -> Health:
-        """Whether the store answers now. A store that does not is a value too."""
+        """Whether the store answers now, within ``resilience.hang_seconds``. A store that does not is a value too.
+
+        It is asked in any case, also while other calls are refused.
+        """
         try:
-            async with self._bounded("asking whether the store is there"):
+            async with self._bounded("asking whether the store is there", self._resilience.hang_seconds):
                 return await self._transport.store.health()
-        except StoreTimeoutError as error:
+        except StoreError as error:
             return Health(ok=False, kind=error.kind, detail=str(error))
 
     def _mover(self, end: Source | Sink | None) -> DirectMover | StagedMover:
@@ -278,6 +302,8 @@ class SparseStoreClient(ClientLifecycle):
         """The block hashes of the sequence's first ``length`` tokens (now: all), and that number."""
         self._check_open()
         self._check_sequence(sequence)
+        if not self._misses:
+            self._transport.check_up()  # before much is hashed for nothing
         num_tokens = len(sequence) if length is None else length
         if sequence.unhashed_tokens > _HASH_INLINE_TOKENS:
             hashes = await self._transport.compute(lambda: sequence.block_hashes)

@@ -31,6 +31,7 @@ from .config_values import (
     checked_segment,
     checked_tenant,
     checked_text,
+    checked_wait,
     parse_size,
 )
 from .errors import ConfigError
@@ -71,6 +72,7 @@ class MooncakeSettings(TypedDict, total=False):
     owner_address: str
     pool_size: int | str
     replication: Replication
+    wait_for_master: float | str
 
 
 _ARGUMENTS: Final = frozenset(MooncakeSettings.__annotations__)
@@ -105,6 +107,8 @@ class MooncakeConfig:
     pool_size: int = DEFAULT_POOL
     #: How the store keeps what is written.
     replication: Replication = DEFAULT_REPLICATION
+    #: Seconds to wait, when connecting, for a master (in shared mode an owner process) that is not up yet.
+    wait_for_master: float = 0.0
 
     @property
     def where(self) -> str:
@@ -248,4 +252,5 @@ def _checked(found: Mapping[str, Setting]) -> MooncakeConfig:
         owner_address=checked_owner(mode, owner, owner_origin),
         pool_size=checked_pool(*setting("pool_size", DEFAULT_POOL)),
         replication=checked_replication(*setting("replication", DEFAULT_REPLICATION)),
+        wait_for_master=checked_wait(*setting("wait_for_master", 0.0)),
     )

@@ -27,6 +27,7 @@ _VARIABLES: Final[Mapping[str, str]] = {
     "lease_seconds": "MOONCAKE_SPARSE_LEASE_SECONDS",
     "owner_address": "MOONCAKE_CLIENT",
     "pool_size": "MOONCAKE_SPARSE_POOL_SIZE",
+    "wait_for_master": "MOONCAKE_SPARSE_WAIT_SECONDS",
 }
 #: What files may call a setting too: the name that SGLang's files have for it.
 _OTHER_NAMES: Final[Mapping[str, str]] = {"client_server_address": "owner_address"}

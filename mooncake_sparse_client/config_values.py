@@ -108,10 +108,10 @@ def checked_metadata(mode: Mode, value: object, origin: str) -> str:
 
 def checked_protocol(mode: Mode, value: object, origin: str) -> str:
     protocol = checked_text(value, origin).lower()
-    if mode != "shared" and protocol != "tcp":  # in shared mode it is between owners
+    if mode != "shared" and protocol not in ("tcp", "rdma"):  # in shared mode it is between owners
         raise ConfigError(
-            f"{origin} is {value!r}; this version moves bytes over 'tcp' only: other protocols need memory that is "
-            "registered with the device, and would fall back to TCP without a word"
+            f"{origin} is {value!r}; bytes move over 'tcp' or 'rdma': with another protocol the native library would "
+            "fail, or fall back to TCP without a word"
         )
     return protocol
 
@@ -127,14 +127,27 @@ def checked_tenant(mode: Mode, value: object, origin: str) -> str:
 
 
 def checked_seconds(value: object, origin: str) -> float:
+    seconds = _number(value)
+    if seconds is None or not 0 < seconds < math.inf:
+        raise ConfigError(f"{origin} is {value!r}; it is a positive number of seconds")
+    return seconds
+
+
+def checked_wait(value: object, origin: str) -> float:
+    """Seconds, 0 for no waiting."""
+    seconds = _number(value)
+    if seconds is None or not 0 <= seconds < math.inf:
+        raise ConfigError(f"{origin} is {value!r}; it is a number of seconds, or 0 not to wait")
+    return seconds
+
+
+def _number(value: object) -> float | None:
     if isinstance(value, str):
         try:
-            value = float(value)
-        except ValueError as error:
-            raise ConfigError(f"{origin} is {value!r}; it is a positive number of seconds") from error
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{origin} is {value!r}; it is a positive number of seconds")
-    return float(value)
+            return float(value)
+        except ValueError:
+            return None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def checked_segment(mode: Mode, value: object, origin: str) -> int:

@@ -31,18 +31,22 @@ from .errors import (
     StoreUnavailableError,
 )
 from .identity import Profile, resolve_identity
+from .resilience import DEFAULT_RESILIENCE, Resilience
 from .settings import (
     DEFAULT_TIMEOUT,
     ClientSettings,
     ConnectSettings,
     StoreOpener,
     WhenDown,
+    check_room,
+    checked_resilience,
     checked_timeout,
     checked_when_down,
     local_config,
     open_connected,
     open_local,
     split_settings,
+    within_timeout,
 )
 from .stores.base import Store
 from .waiting import Bound, settled
@@ -79,6 +83,7 @@ class ClientLifecycle:
         limits: Limits = _DEFAULT_LIMITS,
         timeout: float = DEFAULT_TIMEOUT,
         when_down: WhenDown = "raise",
+        resilience: Resilience = DEFAULT_RESILIENCE,
     ) -> None:
         self._state = _State.NEW
         self._pid = os.getpid()
@@ -86,10 +91,13 @@ class ClientLifecycle:
         self._opening: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()
+        #: Those that ask the store now.
+        self._calls: set[Bound] = set()
         if not isinstance(limits, Limits):
             raise ConfigError(f"limits must be a Limits, not {limits!r}")
         self._limits = limits
         self._timeout = checked_timeout(timeout)
+        self._resilience = checked_resilience(resilience)
         # What of a store that is out of reach counts as a miss, and is not raised.
         self._misses = _OUT_OF_REACH if checked_when_down(when_down) == "miss" else ()
         self._identity = resolve_identity(
@@ -163,23 +171,15 @@ class ClientLifecycle:
         if isinstance(store, type) or not isinstance(store, Store):
             raise ConfigError(f"store must be a Store such as MemoryStore(), not {store!r}; see connect() and local()")
         largest = max(self._identity.value_bytes(group) for group in range(len(self.layout.groups)))
-        if store.max_value_bytes is not None and largest > store.max_value_bytes:
-            raise ConfigError(
-                f"the layout's largest chunk takes {largest} bytes, but the store holds values of at most "
-                f"{store.max_value_bytes}; give the store a larger segment, or the layout smaller blocks"
-            )
-        if largest > self._limits.staging_bytes:
-            raise ConfigError(
-                f"the layout's largest chunk takes {largest} bytes, but Limits.staging_bytes is "
-                f"{self._limits.staging_bytes}; give it room for a few chunks"
-            )
+        check_room(largest, store, self._limits)
         try:
             staging = store.memory.allocate(self._limits.staging_bytes)
         except InvalidRequestError as error:
             raise ConfigError(
                 f"the store's memory has no room for Limits.staging_bytes={self._limits.staging_bytes}: {error}"
             ) from error
-        self._transport = Transport(store, self._identity, self._limits, staging)
+        resilience = within_timeout(self._resilience, self._timeout)
+        self._transport = Transport(store, self._identity, self._limits, resilience, staging, on_hang=self._cut_calls)
         self._asker, self._reader = Asker(self._transport), Reader(self._transport)
         self._registry = Registry(self._transport.memory, self._identity)
         self._state = _State.OPEN
@@ -268,10 +268,21 @@ class ClientLifecycle:
         """Where the retention interval was set: ``argument``, a variable's name or ``default``."""
         return self._retention.origin
 
-    def _bounded(self, what: str, so_far: Callable[[], str] = lambda: "") -> Bound:
-        """Let a block take ``timeout`` seconds; ``so_far`` says what one that is cut off had done."""
+    def _bounded(self, what: str, seconds: float | None = None) -> Bound:
+        """Let a block take so long, at most ``timeout`` seconds."""
         self._check_open()
-        return Bound(self._timeout, what, so_far)
+        return Bound(min(seconds or self._timeout, self._timeout), what, lambda: "", set())
+
+    def _asking(self, what: str, so_far: Callable[[], str] = lambda: "", *, moving: bool = False) -> Bound:
+        """The same for a block that asks the store, or is ``moving`` values: it ends when the store is found to hang.
+        ``so_far`` says what one that is cut off had done. Raises ``StoreDownError`` if the store is down."""
+        self._check_open()
+        self._transport.check_up(moving=moving)
+        return Bound(self._timeout, what, so_far, self._calls)
+
+    def _cut_calls(self, down: str) -> None:
+        for call in tuple(self._calls):
+            call.cut(down)
 
     def _check_open(self) -> None:
         if self._state is not _State.OPEN:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, TypedDict, get_args
 
 from .config import FromEnv, Limits, MooncakeConfig, MooncakeSettings, load_config
@@ -15,6 +15,7 @@ from .core.hashing import BlockHasher
 from .core.keys import KeySchema
 from .errors import ConfigError
 from .identity import Profile
+from .resilience import Resilience
 from .stores.base import Store
 from .stores.local import LocalMooncake, check_memory
 from .stores.mooncake import MooncakeStore
@@ -22,6 +23,8 @@ from .stores.mooncake import MooncakeStore
 WhenDown: TypeAlias = Literal["raise", "miss"]
 #: Seconds.
 DEFAULT_TIMEOUT = 30.0
+#: Of a call's time, how much one question may take that is not taken for hung: some had to wait before it was asked.
+_HANG_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class ClientSettings(TypedDict, total=False):
     limits: Limits
     timeout: float
     when_down: WhenDown
+    resilience: Resilience
 
 
 class ConnectSettings(ClientSettings, MooncakeSettings, total=False):
@@ -72,6 +76,31 @@ def checked_when_down(when_down: WhenDown) -> WhenDown:
     if when_down not in get_args(WhenDown):
         raise ConfigError(f"when_down is {when_down!r}; it is 'raise' or 'miss'")
     return when_down
+
+
+def checked_resilience(resilience: Resilience) -> Resilience:
+    if not isinstance(resilience, Resilience):
+        raise ConfigError(f"resilience must be a Resilience, not {resilience!r}")
+    return resilience
+
+
+def within_timeout(resilience: Resilience, timeout: float) -> Resilience:
+    """For calls that take at most ``timeout`` seconds: one that hangs is noticed before it is given up."""
+    return replace(resilience, hang_seconds=min(resilience.hang_seconds, _HANG_SHARE * timeout))
+
+
+def check_room(largest: int, store: Store, limits: Limits) -> None:
+    """Whether chunks of up to ``largest`` fit into the store, and on their way to it. Raises ``ConfigError``."""
+    if store.max_value_bytes is not None and largest > store.max_value_bytes:
+        raise ConfigError(
+            f"the layout's largest chunk takes {largest} bytes, but the store holds values of at most "
+            f"{store.max_value_bytes}; give the store a larger segment, or the layout smaller blocks"
+        )
+    if largest > limits.staging_bytes:
+        raise ConfigError(
+            f"the layout's largest chunk takes {largest} bytes, but Limits.staging_bytes is "
+            f"{limits.staging_bytes}; give it room for a few chunks"
+        )
 
 
 async def open_connected(stack: AsyncExitStack, config: MooncakeConfig, timeout: float) -> Store:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TypeVar
 
-from .errors import StoreTimeoutError
+from .errors import StoreDownError, StoreTimeoutError
 
 T = TypeVar("T")
 
@@ -34,7 +34,10 @@ async def settled(answer: asyncio.Future[T], on_cancel: Callable[[], object] | N
             raise cancelled
         finally:
             del cancelled  # a frame that knows its own error keeps all of the call's memory until a collection
-    return answer.result()
+    try:
+        return answer.result()
+    finally:
+        del answer, on_cancel  # as above
 
 
 async def held(running: Future[T]) -> T:
@@ -42,30 +45,45 @@ async def held(running: Future[T]) -> T:
 
     For work on memory that the caller owns: a cancellation is raised once the memory is no longer touched.
     """
-    return await settled(asyncio.wrap_future(running), running.cancel)
+    try:
+        return await settled(asyncio.wrap_future(running), running.cancel)
+    finally:
+        del running  # it knows its error: see ``settled``
 
 
 class Bound:
-    """A block that may take ``seconds``. ``what`` it does, and has done ``so_far``, stand in the error.
+    """A block that may take ``seconds``. ``what`` it does, and has done ``so_far``, stand in the error. It is one of
+    ``blocks`` while it runs.
 
-    Raises ``StoreTimeoutError``; a time-out of the block's own passes through.
+    Raises ``StoreTimeoutError``, and ``StoreDownError`` if it is cut; a time-out of the block's own passes through.
     """
 
-    __slots__ = ("_seconds", "_so_far", "_timeout", "_what")
+    __slots__ = ("_blocks", "_down", "_seconds", "_so_far", "_timeout", "_what")
 
-    def __init__(self, seconds: float, what: str, so_far: Callable[[], str]) -> None:
-        self._seconds, self._what, self._so_far = seconds, what, so_far
+    def __init__(self, seconds: float, what: str, so_far: Callable[[], str], blocks: set[Bound]) -> None:
+        self._seconds, self._what, self._so_far, self._blocks = seconds, what, so_far, blocks
+        self._down = ""
+
+    def cut(self, down: str) -> None:
+        """End the block now, since the store is down in this way."""
+        if not self._timeout.expired():
+            self._down = down
+            self._timeout.reschedule(asyncio.get_running_loop().time())
 
     async def __aenter__(self) -> None:
         self._timeout = asyncio.timeout(self._seconds)
         await self._timeout.__aenter__()
+        self._blocks.add(self)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._blocks.discard(self)
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError as reason:
+            if self._down:
+                raise StoreDownError(f"{self._what}: {self._down}{self._so_far()}") from reason
             message = f"{self._what}: not done within {self._seconds:g} s{self._so_far()}"
             raise StoreTimeoutError(message) from reason
 

@@ -16,7 +16,7 @@ import random
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -263,6 +263,53 @@ class StoreContract:
         assert await store.remove([prefix], force=True) == [outcome]
         assert await store.exists([prefix]) == [False]
 
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "plain",
+            "a.b*c+?",
+            "[x]{2}(y)|z^$\\d",
+            "/",
+            "zweiunddreißig-三十二-🌔",
+            "line\nline\ttab\0",
+            "m" * 2000,
+            "." * 8000,
+        ],
+        ids=["plain", "signs", "brackets", "path", "unicode", "control", "long", "longest"],
+    )
+    async def test_all_keys_that_start_alike_go_and_no_others(self, store: Store, prefix: str, name: str) -> None:
+        start = f"{prefix}-{name}@"
+        gone = [start, *(f"{start}{number}" for number in range(40))]
+        stay = [
+            start[:-1],
+            f"x{start}1",
+            f"a\n{start}1",
+            f"{prefix}-{name[:-1]}x@1",
+            f"{prefix}-{name}x@1",
+            f"{prefix}-" + "ab" * 5 + "@1",
+        ]
+        assert await store.put([value(key, b"bytes") for key in (*gone, *stay)]) == [None] * (len(gone) + len(stay))
+        assert await store.remove_prefix(start) == len(gone)
+        assert await store.exists([*gone, *stay]) == [False] * len(gone) + [True] * len(stay)
+        assert await store.remove_prefix(start) == 0
+        assert await store.remove(stay, force=True) == [RemoveOutcome.REMOVED] * len(stay)
+
+    async def test_of_keys_that_start_alike_those_in_use_go_by_force_alone(self, store: Store, prefix: str) -> None:
+        keys = [f"{prefix}-{number}" for number in range(3)]
+        await store.put([value(key, b"first") for key in keys])
+        await store.exists(keys[:1])
+        left = int(self.leases)
+        assert await store.remove_prefix(f"{prefix}-") == 3 - left
+        assert await store.remove_prefix(f"{prefix}-", force=True) == left
+        assert await store.exists(keys) == [False] * 3
+
+    @pytest.mark.parametrize("wrong", ["", None, b"bytes", 1])
+    async def test_a_prefix_is_text(self, store: Store, prefix: str, wrong: Any) -> None:
+        await store.put([value(prefix, b"first")])
+        with pytest.raises(InvalidRequestError, match="prefix"):
+            await store.remove_prefix(wrong, force=True)
+        assert await store.exists([prefix]) == [True]
+
     async def test_calls_may_run_side_by_side(self, store: Store, prefix: str) -> None:
         async def user(number: int) -> None:
             dice = random.Random(number)
@@ -305,6 +352,7 @@ class StoreContract:
             lambda: store.put([]),
             lambda: store.get([]),
             lambda: store.remove([]),
+            lambda: store.remove_prefix(prefix),
             store.health,
         ]
         for call in calls:

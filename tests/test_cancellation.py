@@ -28,6 +28,7 @@ from mooncake_sparse_client import (
     MooncakeStore,
     PutItem,
     RemoveOutcome,
+    Resilience,
     SlidingWindowSpec,
     SparseStoreClient,
     load_config,
@@ -429,7 +430,7 @@ async def test_a_read_into_memory_of_ours_ends_at_once() -> None:
 
 async def test_a_staged_read_ends_within_the_clients_timeout() -> None:
     store = ThreadStore()
-    async with client_of(store, timeout=0.1) as client:
+    async with client_of(store, timeout=0.1, resilience=Resilience(breaker=False)) as client:
         sequence = client.sequence(range(100))
         await client.put(sequence, source_for(FS))
         store.gate.clear()
@@ -507,7 +508,7 @@ async def test_a_cancelled_waiter_does_not_disturb_who_writes() -> None:
 async def test_a_put_that_runs_out_of_time_frees_its_keys() -> None:
     store = GatedStore()
     store.gates["exists"].set()
-    async with client_of(store, timeout=0.1) as client:
+    async with client_of(store, timeout=0.1, resilience=Resilience(breaker=False)) as client:
         with pytest.raises(StoreTimeoutError, match="0 chunks were written"):
             await client.put(client.sequence(range(100)), source_for(FS))
         store.gates["put"].set()
@@ -561,7 +562,7 @@ async def test_closing_waits_for_reads_that_were_left_to_end() -> None:
 
 async def test_closing_waits_no_longer_than_the_timeout() -> None:
     store = ThreadStore()
-    client = client_of(store, timeout=0.1)
+    client = client_of(store, timeout=0.1, resilience=Resilience(breaker=False))
     sequence = client.sequence(range(100))
     await client.put(sequence, source_for(FS))
     store.gate.clear()

@@ -25,6 +25,7 @@ from mooncake_sparse_client import (
     MambaSpec,
     MemoryStore,
     PutItem,
+    Resilience,
     SlidingWindowSpec,
     SparseStoreClient,
     Tally,
@@ -62,6 +63,10 @@ ALL_KINDS = KVCacheLayout(
         MambaSpec(32, page_size_bytes=100),
     ]
 )
+
+
+#: Nothing is asked again, and nothing left alone.
+PLAIN = Resilience(attempts=1, breaker=False)
 
 
 def page(group: int, chunk: int, nbytes: int) -> bytes:
@@ -688,7 +693,7 @@ async def test_no_more_requests_run_at_once_than_allowed() -> None:
 
 async def test_a_swallowed_write_shows_when_it_is_confirmed() -> None:
     spy = Spy()
-    async with client_of(spy) as client:
+    async with client_of(spy, timeout=0.5) as client:
         sequence = client.sequence(range(100))
         spy.swallows = {key_of(client, sequence, 0, 1)}
         put = await client.put(sequence, Pages(FS), confirm=True)
@@ -1573,7 +1578,7 @@ def down() -> StoreUnavailableError:
 
 async def test_a_store_out_of_reach_raises() -> None:
     spy = Spy()
-    async with client_of(spy) as client:
+    async with client_of(spy, resilience=PLAIN) as client:
         sequence = client.sequence(range(100))
         await client.put(sequence, Pages(FS))
         hit = await client.lookup(sequence)
@@ -1596,7 +1601,7 @@ async def test_a_store_out_of_reach_raises() -> None:
 
 async def test_a_store_out_of_reach_may_count_as_empty() -> None:
     spy = Spy()
-    async with client_of(spy, when_down="miss") as client:
+    async with client_of(spy, when_down="miss", resilience=PLAIN) as client:
         sequence = client.sequence(range(100))
         await client.put(sequence, Pages(FS))
         hit = await client.lookup(sequence)
@@ -1639,7 +1644,7 @@ async def test_errors_that_are_not_about_reach_raise_in_every_mode() -> None:
 
 async def test_a_call_ends_within_its_timeout() -> None:
     spy = Spy()
-    async with client_of(spy, timeout=0.05) as client:
+    async with client_of(spy, timeout=0.05, resilience=PLAIN) as client:
         sequence = client.sequence(range(100))
         spy.gate.clear()
         calls: list[Callable[[], Awaitable[object]]] = [
@@ -1660,7 +1665,7 @@ async def test_a_call_ends_within_its_timeout() -> None:
 
 async def test_a_call_that_runs_out_of_time_may_count_as_a_miss() -> None:
     spy = Spy()
-    async with client_of(spy, timeout=0.05, when_down="miss") as client:
+    async with client_of(spy, timeout=0.05, when_down="miss", resilience=PLAIN) as client:
         sequence = client.sequence(range(100))
         await client.put(sequence, Pages(FS))
         hit = await client.lookup(sequence)
@@ -1688,7 +1693,7 @@ async def test_a_put_that_runs_out_of_time_says_what_was_written() -> None:
 
     store = Slow()
     limits = Limits(max_batch_chunks=1, concurrency=1)
-    async with client_of(store, limits=limits, timeout=0.3) as client:
+    async with client_of(store, limits=limits, timeout=0.3, resilience=PLAIN) as client:
         with pytest.raises(StoreTimeoutError, match=r"2 chunks were written, 4 were left or are not known"):
             await client.put(client.sequence(range(100)), Pages(FS))
         assert len(store.keys()) == 2

@@ -460,13 +460,19 @@ def test_no_address_says_the_three_ways_to_give_one() -> None:
     refused(["master_server_address=", "MOONCAKE_MASTER", "MOONCAKE_CONFIG_PATH", "serve"])
 
 
-@pytest.mark.parametrize("protocol", ["rdma", "RDMA", "nvlink", "ascend", "tcp6"])
+@pytest.mark.parametrize("protocol", ["nvlink", "ascend", "tcp6", "NVLINK"])
 def test_other_protocols_are_refused_with_the_reason(tmp_path: Path, protocol: str) -> None:
     words = [repr(protocol), "'tcp'", "fall back"]
     refused(["argument protocol", *words], environ=MASTER, protocol=protocol)
     refused(["MOONCAKE_PROTOCOL", *words], environ={**MASTER, "MOONCAKE_PROTOCOL": protocol})
     path = write(tmp_path, {"master_server_address": "a:1", "protocol": protocol})
     refused([f"protocol in {path}", *words], config=path)
+
+
+@pytest.mark.parametrize("protocol", ["rdma", "RDMA", " tcp "])
+def test_rdma_and_tcp_are_protocols(protocol: str) -> None:
+    """Whether this machine has a device for it is looked at when connecting."""
+    assert load_config("remote", environ=MASTER, protocol=protocol).protocol == protocol.strip().lower()
 
 
 @pytest.mark.parametrize("spelling", ["P2PHANDSHAKE", "p2phandshake", "P2pHandshake", " P2PHANDSHAKE "])

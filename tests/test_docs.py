@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import mooncake_sparse_client
-from mooncake_sparse_client import Limits, MooncakeConfig, Replication, errors
+from mooncake_sparse_client import Limits, MooncakeConfig, Replication, Resilience, errors
 from mooncake_sparse_client.config import RETENTION_VARIABLES
 from mooncake_sparse_client.config_places import _VARIABLES
 
@@ -96,6 +96,8 @@ def test_pages_have_python_to_run() -> None:
         "memory.md",
         "performance.md",
         "reference.md",
+        "resilience.md",
+        "security.md",
     }
     assert sum(len(blocks_of(page)) for page in PAGES) > len(PAGES)
 
@@ -150,6 +152,14 @@ def test_every_setting_is_explained() -> None:
         assert shown == (str(field.default) or '""')
     for variable in (*RETENTION_VARIABLES, "MOONCAKE_CONFIG_PATH"):
         assert f"`{variable}`" in text
+
+
+def test_every_field_of_resilience_is_explained() -> None:
+    text = text_of("resilience.md")
+    for name, field in Resilience.__dataclass_fields__.items():
+        row = re.search(rf"^\| `{name}` \| ([^|]*) \|", text, re.MULTILINE)
+        assert row, name
+        assert row[1] == str(field.default)
 
 
 def test_the_changes_name_this_version() -> None:

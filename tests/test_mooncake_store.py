@@ -21,14 +21,16 @@ from mooncake_sparse_client.config import MooncakeConfig, load_config
 from mooncake_sparse_client.errors import (
     ConfigError,
     ConnectError,
+    InvalidRequestError,
     MissingLibraryError,
     StoreTimeoutError,
     StoreUnavailableError,
+    UnknownCodeError,
 )
 from mooncake_sparse_client.stores.base import Store
 from mooncake_sparse_client.stores.connecting import Opened
-from mooncake_sparse_client.stores.local import LocalMooncake
 from mooncake_sparse_client.stores.guard import State
+from mooncake_sparse_client.stores.local import LocalMooncake
 from mooncake_sparse_client.stores.mooncake import MooncakeStore
 from mooncake_sparse_client.stores.native_memory import NativeMemory
 from mooncake_sparse_client.stores.regions import anonymous_pool
@@ -368,6 +370,9 @@ class FakeNative:
     def batch_remove(self, keys: list[str], force: bool) -> list[int]:
         return self._answer(len(keys))
 
+    def remove_by_regex(self, pattern: str, force: bool) -> int:
+        return self._answer(1)[0]
+
 
 def fake_store(native: FakeNative) -> MooncakeStore:
     config = config_for("127.0.0.1:1")
@@ -410,6 +415,7 @@ async def test_a_master_out_of_reach_is_an_exception_for_the_whole_call(code: in
             lambda: store.put([value("a", b"first", replace=True)]),
             lambda: store.get([Room("a", 5).item]),
             lambda: store.remove(["a"]),
+            lambda: store.remove_prefix("a"),
         ]
         for call in calls:
             with pytest.raises(error, match=r"127\.0\.0\.1:1\b"):
@@ -417,6 +423,38 @@ async def test_a_master_out_of_reach_is_an_exception_for_the_whole_call(code: in
         health = await store.health()
         assert not health.ok
         assert health.kind == error.kind  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("code", [-987654, 2, 7])
+async def test_an_existence_answer_that_nobody_knows_is_none(code: int) -> None:
+    async with fake_store(FakeNative(code)) as store:
+        with pytest.raises(UnknownCodeError) as caught:
+            await store.exists(["a", "b"])
+        assert caught.value.code == code
+        if code > 0:  # where 0 is success
+            (failure,) = await store.put([value("a", b"first")])
+            assert failure is not None
+            assert failure.kind == "unknown"
+            assert str(code) in failure.detail
+            with pytest.raises(UnknownCodeError):
+                await store.remove(["a"])
+
+
+async def test_a_question_that_did_not_reach_the_master_fails_as_a_whole() -> None:
+    async with fake_store(FakeNative(-1)) as store:
+        with pytest.raises(StoreUnavailableError):
+            await store.exists(["a"])
+        with pytest.raises(StoreUnavailableError):
+            await store.remove_prefix("a")
+
+
+async def test_a_prefix_is_not_so_long_that_the_master_could_end() -> None:
+    native = FakeNative(0)
+    async with fake_store(native) as store:
+        assert await store.remove_prefix("x" * 8192) == 0
+        with pytest.raises(InvalidRequestError, match="8192 bytes, not 8193"):
+            await store.remove_prefix("x" * 8193)
+        assert native.calls == 1
 
 
 @pytest.mark.usefixtures("native_library")

@@ -18,6 +18,7 @@ from mooncake_sparse_client import (
     KVCacheLayout,
     Limits,
     MemoryStore,
+    Resilience,
     SlidingWindowSpec,
     SparseStoreClient,
 )
@@ -429,7 +430,8 @@ async def test_what_was_put_is_found_whoever_asks_for_it_meanwhile() -> None:
 
 async def test_a_store_that_hangs_holds_up_nobody_beyond_their_own_time() -> None:
     store = HeldStore()
-    async with SparseStoreClient(store, FS, model_name="m", timeout=0.05) as client:
+    patient = Resilience(breaker=False)
+    async with SparseStoreClient(store, FS, model_name="m", timeout=0.05, resilience=patient) as client:
         with pytest.raises(StoreTimeoutError):
             await client.lookup(client.sequence(range(100)))
         await turns()

@@ -77,7 +77,9 @@ class BlockHasher:
         self.none_hash = self._first_hash()
 
     def __repr__(self) -> str:
-        return f"BlockHasher({self.block_size}, {self.algorithm!r}, seed={self.seed!r})"
+        # A seed may be a secret.
+        seed = repr(self.seed) if self.seed in ("", VLLM_DEFAULT_SEED) else "<not shown>"
+        return f"BlockHasher({self.block_size}, {self.algorithm!r}, seed={seed})"
 
     def __eq__(self, other: object) -> bool:
         """Whether the two compute the same hashes."""
@@ -208,7 +210,7 @@ def _one_by_one(token_ids: TokenIds, limit: int) -> NDArray[np.int64]:
 
 def _resolve_seed(algorithm: HashAlgorithm, seed: str | None) -> str:
     if seed is not None:
-        seed = plain_text(seed, "seed", InvalidHasherError, may_be_empty=True)
+        seed = plain_text(seed, "seed", InvalidHasherError, may_be_empty=True, secret=True)
     if algorithm == "sha256_packed":
         return seed or ""
     if seed is None:
@@ -240,20 +242,23 @@ def _literal_extra(extra: Sequence[Sequence[str | int | bytes]] | None) -> Block
         return None
     parts: dict[tuple[type, object], str | int | bytes] = {}
     keys: dict[ExtraKey, ExtraKey] = {}
-    literal = [_literal_key(key, parts) for key in items_of(extra, "the extra keys of a block", InvalidTokensError)]
+    literal = [
+        _literal_key(key, parts)
+        for key in items_of(extra, "the extra keys of a block", InvalidTokensError, secret=True)
+    ]
     return tuple(keys.setdefault(key, key) for key in literal)
 
 
 def _literal_key(key: Sequence[str | int | bytes], seen: dict[tuple[type, object], str | int | bytes]) -> ExtraKey:
-    parts = [_plain_part(part) for part in items_of(key, "an extra key", InvalidTokensError)]
+    parts = [_plain_part(part) for part in items_of(key, "an extra key", InvalidTokensError, secret=True)]
     return tuple(seen.setdefault((type(part), part), part) for part in parts)
 
 
 def _plain_part(part: object) -> str | int | bytes:
     if isinstance(part, str):
-        return plain_text(part, "an extra key's text", InvalidTokensError, may_be_empty=True)
+        return plain_text(part, "an extra key's text", InvalidTokensError, may_be_empty=True, secret=True)
     if isinstance(part, bytes):
         return bytes(part)
     if isinstance(part, bool) or not isinstance(part, int) or not -_VLLM_LIMIT <= part < _VLLM_LIMIT:
-        raise InvalidTokensError(f"an extra key holds text, 64-bit ints and bytes, not {part!r}")
+        raise InvalidTokensError(f"an extra key holds text, 64-bit ints and bytes, not a {type(part).__name__}")
     return int(part)

@@ -117,6 +117,11 @@ class KeySchema:
         return f"{prefix}{self.model_name}{self.namespace}"
 
     @property
+    def cache_stem(self) -> str:
+        """What every key of the cache starts with, whichever rank and group, and no key of another cache."""
+        return f"{self.cache_id}@tp_rank:"
+
+    @property
     def lookup_ranks(self) -> tuple[Rank, ...]:
         """The ranks whose keys a lookup asks for."""
         return self.key_ranks or (self.rank,)
@@ -130,11 +135,8 @@ class KeySchema:
 
     def stem(self, group_id: int, rank: Rank) -> str:
         """A key up to the chunk's name."""
-        prefix = f"{self.cache_prefix}@" if self.cache_prefix else ""
         tp, pcp, dcp, pp = rank
-        return (
-            f"{prefix}{self.model_name}{self.namespace}@tp_rank:{tp}@pcp{pcp}@dcp{dcp}@pp_rank:{pp}@group:{group_id}@"
-        )
+        return f"{self.cache_stem}{tp}@pcp{pcp}@dcp{dcp}@pp_rank:{pp}@group:{group_id}@"
 
 
 #: Chunk indices of one group.

@@ -7,7 +7,7 @@ is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,6 +107,25 @@ def longest(boundaries: IntArray, usable: BoolArray) -> int:
     """The last of ``boundaries`` that is usable in every row of ``usable``, else 0."""
     hits = boundaries[np.logical_and.reduce(usable, axis=0)]
     return int(hits[-1]) if len(hits) else 0
+
+
+def longest_without(layout: KVCacheLayout, boundary: int, lost: Iterable[tuple[int, int]]) -> int:
+    """The longest boundary at or below ``boundary`` (tokens) that needs none of the ``lost`` ``(group, chunk)``, the
+    draft margin counted; 0 if all need some.
+
+    Of what ``boundary`` needs, a shorter one needs just those chunks that end at or below it: the rest is of no use to
+    any of them.
+    """
+    boundaries = np.arange(layout.alignment, boundary + 1, layout.alignment, dtype=np.int64)
+    possible = np.ones(len(boundaries), dtype=np.bool_)
+    chunks: dict[int, list[int]] = {}
+    for group, chunk in lost:
+        chunks.setdefault(group, []).append(chunk)
+    for group, missing in chunks.items():
+        missing.sort()
+        starts, stops = needed_ranges(layout.groups[group], boundaries)
+        possible &= np.searchsorted(missing, starts) == np.searchsorted(missing, stops)
+    return longest(boundaries, possible[None])
 
 
 def usable_boundaries(

@@ -16,9 +16,9 @@ from ..errors import InvalidTokensError
 from .hashing import BlockExtra, BlockHasher, ExtraKey, TokenIds, token_array
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SequenceTraits:
-    """What names a prefix besides its tokens, checked and in the order that the block hash wants."""
+    """What names a prefix besides its tokens, checked and in the order that the block hash wants. Never printed."""
 
     lora: tuple[str, str] | None
     cache_salt: str | None
@@ -150,25 +150,34 @@ class TokenSequence:
 
 
 def _text(value: object, name: str) -> str:
-    return plain_text(value, name, InvalidTokensError)
+    return plain_text(value, name, InvalidTokensError, secret=True)
+
+
+def _tokens(value: object, name: str, *, least: int = 0) -> int:
+    """A number of tokens; text that stands in its place may be a secret, and is not shown."""
+    if isinstance(value, str | bytes):
+        raise InvalidTokensError(f"{name} must be an int, not of type {type(value).__name__}")
+    return whole_number(value, name, InvalidTokensError, least=least)
 
 
 def _checked_lora(lora: tuple[str, str] | None) -> tuple[str, str] | None:
     if lora is None:
         return None
     if isinstance(lora, str) or not isinstance(lora, Sequence) or len(lora) != 2:
-        raise InvalidTokensError(f"lora must be (name, path), not {lora!r}")
+        raise InvalidTokensError(f"lora must be (name, path), not of type {type(lora).__name__}")
     return _text(lora[0], "the name in lora"), _text(lora[1], "the path in lora")
 
 
 def _checked_multimodal(items: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
     checked = []
-    for number, item in enumerate(items_of(items, "multimodal", InvalidTokensError)):
+    for number, item in enumerate(items_of(items, "multimodal", InvalidTokensError, secret=True)):
         if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 3:
-            raise InvalidTokensError(f"multimodal[{number}] must be (identifier, offset, length), not {item!r}")
+            raise InvalidTokensError(
+                f"multimodal[{number}] must be (identifier, offset, length), not of type {type(item).__name__}"
+            )
         identifier = _text(item[0], f"the identifier in multimodal[{number}]")
-        offset = whole_number(item[1], f"the offset in multimodal[{number}]", InvalidTokensError)
-        length = whole_number(item[2], f"the length in multimodal[{number}]", InvalidTokensError, least=1)
+        offset = _tokens(item[1], f"the offset in multimodal[{number}]")
+        length = _tokens(item[2], f"the length in multimodal[{number}]", least=1)
         checked.append((identifier, offset, length))
     return tuple(sorted(checked, key=lambda item: item[1]))
 

@@ -76,6 +76,11 @@ class Lane:
         """Whether nothing is under way."""
         return not self._requests
 
+    @property
+    def full(self) -> bool:
+        """Whether as many requests are under way as may be."""
+        return not self._free
+
     def enter(self, batch: Batch) -> Ride:
         """Send the batch, or let it wait for its turn. Raises ``ClientClosedError`` once the lane is closed."""
         if self._closed:

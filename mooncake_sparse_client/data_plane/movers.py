@@ -20,9 +20,10 @@ from ..stores.base import Failure, PlacedGets, PlacedPuts
 from .checking import Views, checked, checksums, framed
 from .ends import End, PagedEnd, PagedSide
 from .lane import Answers
+from .ledger import members
 from .staged import StagedBatch
 from .staging import Slot
-from .transfer import Jobs, Numbers, Transport, members
+from .transfer import Jobs, Numbers, Transport
 
 #: The answer for a chunk that the source has no bytes for.
 ABSENT = Failure("absent", False, "the source has no bytes for it")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,13 +19,18 @@ from ..core.masks import BoolArray
 from ..core.plans import cut_batches
 from ..errors import ClientClosedError, InvalidRequestError
 from ..identity import Identity
+from ..resilience import Resilience
 from ..stores.base import Store
+from ..stores.breaker import BreakerStore
 from ..stores.regions import Region
+from ..stores.retry import RetryingStore
 from ..stores.throttle import ThrottledStore
 from ..waiting import held, run_abreast, run_all
 from .claims import Claims
 from .lane import Answers, Lane
+from .ledger import Ledger
 from .pacing import paced
+from .pressure import Backpressure
 from .questions import Questions
 from .staging import Budget, StagingPool
 
@@ -36,7 +40,6 @@ Numbers: TypeAlias = NDArray[np.intp]
 Parts: TypeAlias = Sequence[tuple[int, Chunks]]
 #: Builds the keys of one group's chunks from the block hashes.
 KeysOf: TypeAlias = Callable[[Sequence[bytes], int, Chunks], list[str]]
-_LEDGER_SIZE = 65536
 #: More chunks than this are named on a thread: some tenths of a microsecond each add up for the event loop.
 _NAMED_INLINE = 1024
 #: Batches of one call that are prepared or checked while others are on the wire.
@@ -103,60 +106,6 @@ def listed(masks: Sequence[BoolArray]) -> list[tuple[int, int]]:
     return list(zip(groups.tolist(), chunks.tolist(), strict=True))
 
 
-class Ledger:
-    """Keys that a read found wrong, the latest ``65536`` of each kind.
-
-    A *damaged* key counts as absent until it is written again. A *lost* key was gone when it was read: an
-    older answer that it exists is not to be believed.
-    """
-
-    def __init__(self) -> None:
-        self._damaged: OrderedDict[str, None] = OrderedDict()
-        self._lost: OrderedDict[str, None] = OrderedDict()
-
-    def mark_damaged(self, key: str) -> None:
-        _remember(self._damaged, key)
-
-    def mark_lost(self, key: str) -> None:
-        _remember(self._lost, key)
-
-    def clear(self, keys: Iterable[str]) -> None:
-        """Whatever is there by now is another value."""
-        for known in (self._damaged, self._lost):
-            _forget(known, keys)
-
-    def found(self, keys: Iterable[str]) -> None:
-        """They exist after all; whether they are damaged is another matter."""
-        _forget(self._lost, keys)
-
-    def damaged(self, keys: Sequence[str]) -> BoolArray:
-        """Which of the keys are known to be damaged."""
-        return members(keys, self._damaged)
-
-    def suspect(self, keys: Sequence[str]) -> BoolArray:
-        """Which of the keys are damaged or lost."""
-        return self.damaged(keys) | members(keys, self._lost)
-
-
-def members(keys: Sequence[str], known: Collection[str]) -> BoolArray:
-    """Which of the keys are known."""
-    if not known:  # as good as always
-        return np.zeros(len(keys), dtype=np.bool_)
-    return np.fromiter((key in known for key in keys), dtype=np.bool_, count=len(keys))
-
-
-def _forget(known: OrderedDict[str, None], keys: Iterable[str]) -> None:
-    for key in keys if known else ():
-        known.pop(key, None)
-
-
-def _remember(keys: OrderedDict[str, None], key: str) -> None:
-    keys[key] = None
-    keys.move_to_end(key)
-    while len(keys) > _LEDGER_SIZE:
-        keys.popitem(last=False)
-
-
 def _keys(build: KeysOf, block_hashes: Sequence[bytes], parts: Iterable[tuple[int, Chunks]]) -> list[str]:
     keys: list[str] = []
     for group, chunks in parts:
@@ -167,9 +116,21 @@ def _keys(build: KeysOf, block_hashes: Sequence[bytes], parts: Iterable[tuple[in
 class Transport:
     """A client's ways to its store: batched, a bounded number at once, with threads for work on bytes."""
 
-    def __init__(self, store: Store, identity: Identity, limits: Limits, staging: Region) -> None:
+    def __init__(
+        self,
+        store: Store,
+        identity: Identity,
+        limits: Limits,
+        resilience: Resilience,
+        staging: Region,
+        *,
+        on_hang: Callable[[str], object],
+    ) -> None:
+        """``on_hang``: called with the trouble when the store counts as down since it does not answer."""
         self.identity = identity
         self.limits = limits
+        self._resilience = resilience
+        self._on_hang = on_hang
         self.ledger = Ledger()
         self.memory = store.memory
         #: Slots for headers, and for values whose own memory is not registered.
@@ -188,20 +149,36 @@ class Transport:
     def enter_loop(self) -> None:
         """Make anew what waits, since it belongs to the event loop that it first waited in."""
         self.claims: Claims = {}
+        self.pressure = Backpressure()
         #: Writes that nobody waits for any more, and that go on: by key, what ends with them.
         self.left_writing: dict[str, asyncio.Task[Answers]] = {}
         self._renew_staging()
-        limits = self.limits
-        throttled = limits.requests_per_second is not None or limits.bytes_per_second is not None
-        self.store: Store = (
-            ThrottledStore(self._plain_store, limits.requests_per_second, limits.bytes_per_second)
-            if throttled
-            else self._plain_store
-        )
-        self.lane = Lane(self.store, limits)
-        self.questions = Questions(self.store, limits)
+        self.store = self._wrapped(self._plain_store)
+        self.lane = Lane(self.store, self.limits)
+        self.questions = Questions(self.store, self.limits)
         #: Bytes that are being prepared, moved or checked.
-        self.budget = Budget(limits.max_bytes_in_flight)
+        self.budget = Budget(self.limits.max_bytes_in_flight)
+
+    def _wrapped(self, store: Store) -> Store:
+        """The store with what cuts across. The breaker is innermost, so that waiting for a turn never looks like a
+        store that hangs; a pause between two attempts takes no turn from others."""
+        limits, resilience = self.limits, self._resilience
+        self._breaker = BreakerStore(store, resilience, on_hang=self._on_hang) if resilience.breaker else None
+        if self._breaker is not None:
+            store = self._breaker
+        if limits.requests_per_second is not None or limits.bytes_per_second is not None:
+            store = ThrottledStore(store, limits.requests_per_second, limits.bytes_per_second)
+        return RetryingStore(store, resilience) if resilience.attempts > 1 else store
+
+    def check_up(self, *, moving: bool = False) -> None:
+        """``moving``: for a call that moves values. Raises ``StoreDownError`` where the store would not be asked."""
+        breaker = self._breaker
+        if breaker is None:
+            return
+        breaker.check()
+        # While transfers that hung have all the places, another one would wait for them.
+        if moving and breaker.on_trial and self.lane.full:
+            raise breaker.down_error()
 
     def _renew_staging(self) -> None:
         """Slots that an event loop took with it stay out, since the store may use them: others take their place,
@@ -249,9 +226,14 @@ class Transport:
         return await held(pool.submit(call))
 
     async def each_batch(
-        self, groups: Numbers, pieces: int, move: Callable[[slice], Coroutine[None, None, None]]
+        self,
+        groups: Numbers,
+        pieces: int,
+        move: Callable[[slice], Coroutine[None, None, None]],
+        *,
+        one_by_one: bool = False,
     ) -> None:
-        """Cut a column of jobs into batches by bytes and count, and ``move`` each, few at once.
+        """Cut a column of jobs into batches by bytes and count, and ``move`` each, in order and few at once.
 
         ``pieces``: the most that one value has.
         """
@@ -274,7 +256,7 @@ class Transport:
             return
         batches = cut_batches(sizes, max_bytes=limits.max_batch_bytes, max_count=most)
         await run_abreast(
-            limits.concurrency + _AHEAD,
+            1 if one_by_one else limits.concurrency + _AHEAD,
             batches,
             lambda batch: carry(batch, int(sizes[batch.start : batch.stop].sum())),
         )
@@ -290,12 +272,14 @@ class Transport:
                 del self.left_writing[key]
 
     async def exists(self, keys: Sequence[str]) -> BoolArray:
-        """Which keys have a value that is not known to be damaged."""
-        return await self.exists_at_all(keys) & ~self.ledger.damaged(keys)
+        """Which keys have a value that is not known to be damaged, or out of reach for now."""
+        return await self.exists_at_all(keys) & ~self.ledger.unusable(keys)
 
     async def exists_at_all(self, keys: Sequence[str]) -> BoolArray:
-        """Which keys have a value, damaged or not."""
-        return await self.questions.ask(keys)
+        """Which keys have a value, of whatever use."""
+        found = await self.questions.ask(keys)
+        self.ledger.answered(keys, found)
+        return found
 
     async def in_key_batches(
         self, keys: Sequence[str], ask: Callable[[Sequence[str]], Coroutine[None, None, list[T]]]
@@ -310,6 +294,8 @@ class Transport:
         """Wait for what was left behind, at most ``timeout`` seconds, and let the threads go."""
         self._closed = True
         await run_all([self.lane.settle(timeout), self.questions.settle(timeout)])
+        if self._breaker is not None:
+            await self._breaker.settle(timeout)
         for staging in (self.staging, *self._lost_staging):
             staging.close()
         self._namer.shutdown(wait=False)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +14,17 @@ from ..core.plans import PutPlan
 from ..core.results import ChunkFailure, PutResult
 from ..core.tally import NOTHING, Tally
 from .claims import Claim
+from .lane import Answers
+from .ledger import members
 from .movers import ABSENT, PutMover
-from .transfer import Jobs, Numbers, Transport, chosen, members
+from .pressure import FIRST_PAUSE, LONGEST_PAUSE, Turn, jittered
+from .transfer import Jobs, Numbers, Transport, chosen
 
-_FULL = "full"
-#: Seconds between attempts at what a full store refused; the last one goes on.
-_PAUSES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
+_FULL, _TRANSFER, _UNCONFIRMED = "full", "transfer", "unconfirmed"
+#: Gone while it was written: removed, or its owner of memory was given up. It can be written anew.
+_MISSING = "missing"
+#: There is a value, but the ledger knows that its owner does not deliver it; told as ``transfer``.
+_OUT_OF_REACH = "out of reach"
 #: Chunks that are named, claimed and asked for at a time, so that a put of any length costs the same memory.
 _WINDOW = 16384
 
@@ -29,7 +32,7 @@ _WINDOW = 16384
 class PutStep:
     """One put under way, from when it is made. ``result`` says at any time what it has done.
 
-    ``patience``: seconds in which a full store is asked again.
+    ``patience``: seconds in which what may be stored later is tried again.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class PutStep:
         self._open: BoolArray = np.ones(len(self._groups), dtype=np.bool_)
         self._written = self._existing = self._unavailable = NOTHING
         self._failures: list[ChunkFailure] = []
+        #: Why the last attempt at an open chunk failed, by its number.
+        self._why: dict[int, str] = {}
 
     async def run(self) -> None:
         """Settle every chunk that the plan keeps. Raises what the store or the source raises."""
@@ -111,13 +116,53 @@ class PutStep:
             await asyncio.wait(leaving)  # what they have written is asked for then
 
     async def _put_missing(self, part: _Part, claim: Claim) -> None:
-        unsure = part.pick(~self._replaced(part))
+        """Ask what is there and write the rest, and do so again with what may be stored later, until patience ends."""
+        pause = FIRST_PAUSE
+        while True:
+            await self._settle_found(part, claim)
+            await self._write(part.pick(self._open[part.numbers] & ~self._failed_by(_OUT_OF_REACH, part)), claim)
+            part = part.pick(self._open[part.numbers])
+            left = self._deadline - time.monotonic()
+            if not len(part.jobs) or left <= 0:
+                break
+            await asyncio.sleep(min(jittered(pause), left))
+            pause = min(2 * pause, LONGEST_PAUSE)
+        self._fail_late(part.numbers)
+
+    async def _settle_found(self, part: _Part, claim: Claim) -> None:
+        """Ask what is there by now. What a dead owner of memory holds stays open: no put would replace it, and once the
+        master has forgotten the owner it is gone."""
+        ledger = self._transport.ledger
+        certain = self._replaced(part) & ~ledger.out_of_reach(part.jobs.keys)
+        unsure = part.pick(~certain & ~self._failed_by(_FULL, part))
         found = await self._transport.exists_at_all(unsure.jobs.keys)
-        there = unsure.pick(found & ~self._replaced(unsure))  # asked again: it may have been found damaged meanwhile
-        self._transport.ledger.found(there.jobs.keys)
+        beyond = found & ledger.out_of_reach(unsure.jobs.keys)
+        # Whether they are damaged is looked up again: that may have been found meanwhile.
+        there = unsure.pick(found & ~beyond & ~self._replaced(unsure))
+        ledger.found(there.jobs.keys)
         claim.settle(there.jobs.keys, stored=True)
         self._settle_existing(there.numbers)
-        await self._write(part.pick(self._open[part.numbers]), claim)
+        for number in unsure.numbers.tolist() if self._why else ():
+            self._why.pop(number, None)
+        self._note_late(unsure.numbers[beyond], _OUT_OF_REACH)
+
+    def _note_late(self, numbers: Numbers, reason: str) -> None:
+        self._why |= dict.fromkeys(numbers.tolist(), reason)
+
+    def _failed_by(self, reason: str, part: _Part) -> BoolArray:
+        """Which of the chunks could not be stored for this reason when they were tried last."""
+        if not self._why:
+            return np.zeros(len(part.jobs), dtype=np.bool_)
+        why = self._why
+        return np.fromiter((why.get(number) == reason for number in part.numbers.tolist()), np.bool_, len(part.jobs))
+
+    def _fail_late(self, numbers: Numbers) -> None:
+        """Patience has ended: count chunks as failed, each for its own reason."""
+        reasons: dict[str, list[int]] = {}
+        for number in numbers.tolist():
+            reasons.setdefault(self._why.get(number, _FULL), []).append(number)  # what was held back had no other
+        for reason, some in reasons.items():
+            self._fail(np.array(some), _TRANSFER if reason == _OUT_OF_REACH else reason)
 
     def _replaced(self, part: _Part) -> BoolArray:
         """Which of the stored values are damaged by now, and ours to replace."""
@@ -126,61 +171,70 @@ class PutStep:
         return self._transport.ledger.damaged(part.jobs.keys)
 
     async def _write(self, part: _Part, claim: Claim) -> None:
-        """Write what is open; what a full store refuses is tried again until patience ends."""
-        # Eviction makes room within milliseconds, an expiring lease within seconds.
-        pauses = itertools.chain(_PAUSES, itertools.repeat(_PAUSES[-1]))
-        while len(part.jobs):
+        """Write once what is open, as far as it is this put's turn."""
+        turn = await self._transport.pressure.turn(self._deadline) if len(part.jobs) else None
+        if turn is None:
+            return
 
-            async def move(batch: slice, part: _Part = part) -> None:
-                await self._write_batch(part.cut(batch), claim)
+        async def move(batch: slice) -> None:
+            if turn.may_send():
+                await self._write_batch(part.cut(batch), claim, turn)
+            else:
+                self._note_late(part.numbers[batch], _TRANSFER if turn.stopped else _FULL)
 
-            await self._transport.each_batch(part.jobs.groups, self._mover.pieces, move)
-            part = part.pick(self._open[part.numbers])
-            left = self._deadline - time.monotonic()
-            if left <= 0:
-                self._fail(part.numbers, _FULL)
-                return
-            if len(part.jobs):
-                pause = next(pauses) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads the attempts of many clients
-                await asyncio.sleep(min(pause, left))
+        await self._transport.each_batch(part.jobs.groups, self._mover.pieces, move)
 
-    async def _write_batch(self, part: _Part, claim: Claim) -> None:
+    async def _write_batch(self, part: _Part, claim: Claim, turn: Turn) -> None:
         damaged = self._replaced(part)
         replace = frozenset(part.pick(damaged).jobs.keys) if damaged.any() else frozenset[str]()
         answers = await self._mover.put(part.jobs, replace)
-        if not any(answers) and not self._confirm:
-            self._settle_written(part, replace, claim)
-            return
-        kinds: dict[str, list[int]] = {}
-        for number, failure in enumerate(answers):
-            if failure is not None and not (failure.kind == _FULL and failure.retriable):  # which stays open
-                kinds.setdefault(failure.kind, []).append(number)
-        written = part.pick(np.fromiter((answer is None for answer in answers), np.bool_, len(answers)))
-        confirmed = await self._confirmed(written)
-        self._settle_written(written.pick(confirmed), replace, claim)
-        self._settle_failed(written.pick(~confirmed), "unconfirmed", claim)
-        for kind, numbers in kinds.items():
-            some = _Part(part.jobs.pick(np.array(numbers)), part.numbers[numbers])
-            if kind == ABSENT.kind:
-                claim.settle(some.jobs.keys, stored=False)
-                self._unavailable += self._settle(some.numbers)
-            else:
-                self._settle_failed(some, kind, claim)
+        written = part
+        if any(answers):
+            written = part.pick(np.fromiter((answer is None for answer in answers), np.bool_, len(answers)))
+            self._settle_refused(part, answers, replace, claim)
+            self._pace(answers, turn)
+        else:
+            self._transport.pressure.accepted(turn)
+        if self._confirm:
+            confirmed = await self._transport.exists_at_all(written.jobs.keys)
+            self._note_late(written.numbers[~confirmed], _UNCONFIRMED)
+            written = written.pick(confirmed)
+        self._settle_written(written, replace, claim)
         await asyncio.sleep(0)  # a source that has nothing is quickly done with, and others want their turn
 
-    async def _confirmed(self, part: _Part) -> BoolArray:
-        """What counts as written. A put can be swallowed by another writer's unfinished one, which only asking
-        again would show."""
-        if not self._confirm:
-            return np.ones(len(part.jobs), dtype=np.bool_)
-        return await self._transport.exists_at_all(part.jobs.keys)
+    def _settle_refused(self, part: _Part, answers: Answers, replace: frozenset[str], claim: Claim) -> None:
+        """What may be stored later stays open; the rest has failed, or the source has not got it."""
+        kinds: dict[str, list[int]] = {}
+        for number, failure in enumerate(answers):
+            if failure is None:
+                continue
+            if not failure.retriable and failure.kind != _MISSING:
+                kinds.setdefault(failure.kind, []).append(number)
+                continue
+            self._why[int(part.numbers[number])] = failure.kind
+            # A new value finds another owner of memory; one that is replaced stays where it is.
+            if failure.kind == _TRANSFER and part.jobs.keys[number] in replace:
+                self._transport.ledger.mark_out_of_reach(part.jobs.keys[number])
+        for kind, numbers in kinds.items():
+            some = _Part(part.jobs.pick(np.array(numbers)), part.numbers[numbers])
+            claim.settle(some.jobs.keys, stored=False)
+            if kind == ABSENT.kind:
+                self._unavailable += self._settle(some.numbers)
+            else:
+                self._fail(some.numbers, kind)
+
+    def _pace(self, answers: Answers, turn: Turn) -> None:
+        """Slow down where the store is full; send no more this time where an owner of memory takes nothing."""
+        kinds = {None if answer is None else answer.kind for answer in answers}
+        if any(answer is not None and answer.kind == _FULL and answer.retriable for answer in answers):
+            self._transport.pressure.refused(turn, wholly=None not in kinds)
+        elif None in kinds:
+            self._transport.pressure.accepted(turn)
+        elif _TRANSFER in kinds:
+            turn.stopped = True
 
     def _settle_existing(self, numbers: Numbers) -> None:
         self._existing += self._settle(numbers)
-
-    def _settle_failed(self, part: _Part, reason: str, claim: Claim) -> None:
-        claim.settle(part.jobs.keys, stored=False)
-        self._fail(part.numbers, reason)
 
     def _settle_written(self, part: _Part, replace: frozenset[str], claim: Claim) -> None:
         self._transport.ledger.clear([key for key in part.jobs.keys if key in replace] if replace else ())

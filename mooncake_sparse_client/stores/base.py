@@ -159,6 +159,12 @@ class Store(Protocol):
     async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:
         """Delete each key; ``force`` takes those too that are leased to readers."""
 
+    async def remove_prefix(self, prefix: str, *, force: bool = False) -> int:
+        """Delete every key that starts with ``prefix``, as ``remove`` would; answers how many went.
+
+        Raises ``InvalidRequestError`` for an empty prefix: that would be every key of everybody.
+        """
+
     async def health(self) -> Health:
         """Whether the store answers now; never raises for a store that does not."""
 
@@ -183,6 +189,12 @@ def check_items(items: Sequence[PutItem] | Sequence[GetItem], *, writable: bool)
                 )
             if writable and buffer.readonly:
                 raise InvalidBufferError(f"a buffer for {item.key!r} is read-only; read into writable memory")
+
+
+def check_prefix(prefix: str) -> None:
+    """What ``remove_prefix`` may be asked for."""
+    if not isinstance(prefix, str) or not prefix:
+        raise InvalidRequestError(f"a prefix must be text that is not empty, not {prefix!r}")
 
 
 class DistinctKeys(list[str]):

@@ -1,22 +1,29 @@
-"""From settings to a native store that is set up: probe first, since the native calls cannot be interrupted."""
+"""From settings to a native store that is set up: with all care first, since the native calls cannot be interrupted."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import socket
 from contextlib import closing
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..config import MooncakeConfig
-from ..config_values import address_parts
 from ..errors import ConnectError
 from ..waiting import settled
 from . import native_codes as codes
 from .native import NativeStore, native_replication, new_native_store
 from .native_memory import NativeMemory
+from .reaching import check_devices, reach, waiting
 from .shared_setup import check_owner, set_up_shared
+from .trial import try_set_up
+
+logger = logging.getLogger(__name__)
+
+#: Bytes of the native library's own staging buffer, for a client that only asks whether anybody answers.
+MIN_LOCAL_BUFFER: Final = 1 << 20
 
 
 class Opened(NamedTuple):
@@ -30,18 +37,25 @@ async def open_native_store(config: MooncakeConfig, *, timeout: float) -> Opened
     """A native client of the master at ``config.master_server_address``, or of the owner process at
     ``config.owner_address``, set up and with its memory.
 
-    Native set-up holds the interpreter's lock while it waits for an answer, for minutes where there is none: the
-    port is probed from asyncio first. ``timeout`` in seconds. A cancelled call returns once nothing is left open.
+    Native set-up holds the interpreter's lock while it waits for an answer, for half a minute and more where there is
+    none. So names and ports are looked at from asyncio, then it is tried in a process of its own, and then here.
+    ``timeout`` in seconds, for all of it, once what is waited for (``config.wait_for_master``) is there. A cancelled
+    call returns once nothing is left open.
 
-    Raises ``ConfigError``, ``ConnectError``, ``MissingLibraryError``.
+    Raises ``ConfigError``, ``ConnectError`` (its ``step`` says how far it came), ``MissingLibraryError``.
     """
-    local_host = await _probe(config, timeout)
-    if config.mode == "shared":
-        await asyncio.to_thread(check_owner, config.owner_address)
-    else:
+    await asyncio.to_thread(check_devices, config)
+    if config.mode != "shared":
         _bound_native_calls(timeout)
+        if config.tenant_id != "default":
+            logger.warning(
+                "tenant %r: a master that was not started with --enable_multi_tenants keeps the values of all tenants "
+                "in one namespace, and does not say so",
+                config.tenant_id,
+            )
+    hostname = await waiting(config.wait_for_master, lambda: _found(config, timeout))
     native = await asyncio.to_thread(new_native_store)
-    opening = asyncio.create_task(asyncio.to_thread(_open, native, config, config.local_hostname or local_host))
+    opening = asyncio.create_task(asyncio.to_thread(_open, native, config, hostname))
     try:
         return Opened(native, await settled(opening))
     except asyncio.CancelledError:
@@ -50,28 +64,16 @@ async def open_native_store(config: MooncakeConfig, *, timeout: float) -> Opened
         raise
 
 
-async def _probe(config: MooncakeConfig, timeout: float) -> str:
-    """Connect to the port once; returns the local address that leads there."""
+async def _found(config: MooncakeConfig, timeout: float) -> str:
+    """See that a Mooncake answers; the name that this process has for it."""
+    deadline = asyncio.get_running_loop().time() + timeout
+    local_host = await reach(config, deadline)
+    hostname = config.local_hostname or local_host
     if config.mode == "shared":
-        who, program, setting, variable = "owner process", "mooncake_client", "owner_address", "MOONCAKE_CLIENT"
-    else:
-        who, program, setting, variable = "master", "mooncake_master", "master_server_address", "MOONCAKE_MASTER"
-    address = config.where
-    try:
-        async with asyncio.timeout(timeout):
-            _, writer = await asyncio.open_connection(*address_parts(address))
-    except TimeoutError as error:
-        raise ConnectError(f"no answer from {address} within {timeout:g} s; is it the {who}'s address?") from error
-    except socket.gaierror as error:
-        raise ConnectError(f"the host name in {setting} {address!r} is not known: {error}") from error
-    except OSError as error:
-        raise ConnectError(
-            f"no Mooncake {who} listens on {address} ({error.strerror or error}); start one ({program}, or "
-            f"`python -m mooncake_sparse_client serve`), or correct {setting} / {variable}"
-        ) from error
-    local_host: str = writer.get_extra_info("sockname")[0]
-    writer.close()
-    return local_host
+        await asyncio.to_thread(check_owner, config.owner_address)
+    settings = _settings(config, hostname, segment=0, local_buffer=MIN_LOCAL_BUFFER)
+    await try_set_up(config, settings, seconds=max(0.001, deadline - asyncio.get_running_loop().time()))
+    return hostname
 
 
 #: The variables that we set, and to what: a later connection may set those anew; what the user sets stays.
@@ -106,25 +108,33 @@ def _open(native: NativeStore, config: MooncakeConfig, hostname: str) -> NativeM
 
 def _set_up(native: NativeStore, config: MooncakeConfig, hostname: str) -> None:
     """Runs on a thread, with the interpreter's lock held: tens of milliseconds where a master answers."""
+    code = native.setup(
+        _settings(config, hostname, segment=config.global_segment_size, local_buffer=config.local_buffer_size)
+    )
+    if code != codes.OK:
+        native.close()  # it may be half alive
+        raise ConnectError(
+            f"the native client could not be set up: {codes.meaning_of(code).text} ({code}). A Mooncake master answers "
+            f"at {config.master_server_address}; check local_hostname {hostname!r}, and the sizes "
+            f"global_segment_size {config.global_segment_size} and local_buffer_size {config.local_buffer_size}",
+            step="sizes" if config.global_segment_size else "setup",
+        )
+
+
+def _settings(config: MooncakeConfig, hostname: str, *, segment: int, local_buffer: int) -> dict[str, str]:
+    """What the native ``setup`` takes."""
     settings: dict[str, object] = {
         # With a port of its own a failing set-up gives up after seconds; without one, after minutes.
         "local_hostname": _with_port(hostname),
         "metadata_server": config.metadata_server,
-        "global_segment_size": config.global_segment_size,
-        "local_buffer_size": config.local_buffer_size,
+        "global_segment_size": segment,
+        "local_buffer_size": local_buffer,
         "protocol": config.protocol,
         "rdma_devices": config.device_name,
         "master_server_addr": config.master_server_address,
         "tenant_id": config.tenant_id,
     }
-    code = native.setup({name: str(value) for name, value in settings.items()})
-    if code != codes.OK:
-        raise ConnectError(
-            f"the native client could not be set up: {codes.meaning_of(code).text} ({code}). Port "
-            f"{config.master_server_address} is open; check that a Mooncake master of this client's version listens "
-            f"there, and metadata_server {config.metadata_server!r}, local_hostname {hostname!r}, "
-            f"global_segment_size {config.global_segment_size}, local_buffer_size {config.local_buffer_size}"
-        )
+    return {name: str(value) for name, value in settings.items()}
 
 
 def _with_port(hostname: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..core.results import Health
 from ..errors import ClientClosedError, ConfigError
 from ..views import scatter
-from .base import Failure, GetItem, PutItem, RemoveOutcome, check_distinct, check_items
+from .base import Failure, GetItem, PutItem, RemoveOutcome, check_distinct, check_items, check_prefix
 from .regions import HeapMemory, StoreMemory
 
 
@@ -69,6 +69,11 @@ class MemoryStore:
         self._check_open()
         check_distinct(keys)
         return [RemoveOutcome.REMOVED if self._drop(key) else RemoveOutcome.ABSENT for key in keys]
+
+    async def remove_prefix(self, prefix: str, *, force: bool = False) -> int:
+        self._check_open()
+        check_prefix(prefix)
+        return sum(self._drop(key) for key in self.keys() if key.startswith(prefix))
 
     async def health(self) -> Health:
         self._check_open()

@@ -30,11 +30,12 @@ from .base import (
     RemoveOutcome,
     check_distinct,
     check_items,
+    check_prefix,
 )
 from .connecting import Opened, open_native_store
 from .guard import Guard, State
 from .keeper import Keeper
-from .native_calls import ask_in_parts, copied_in, copy_out, get_placed, in_parts, put_placed, room_for
+from .native_calls import ask_in_parts, copied_in, copy_out, get_placed, in_parts, put_placed, room_for, starting_with
 from .native_memory import NativeMemory
 from .regions import StoreMemory
 
@@ -209,6 +210,15 @@ class MooncakeStore:
         if not any(answer):
             return [RemoveOutcome.REMOVED] * len(keys)
         return [_removed(code, what) for code in answer]
+
+    async def remove_prefix(self, prefix: str, *, force: bool = False) -> int:
+        self._guard.check()
+        check_prefix(prefix)
+        pattern = starting_with(prefix)
+        answer = await self._guard.ask(lambda: self._native.remove_by_regex(pattern, force))
+        if answer < 0:
+            raise codes.error_of(answer, f"removing the keys at {self._where} that start with {prefix!r}")
+        return answer
 
     async def health(self) -> Health:
         self._guard.check()

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from ..errors import InvalidRequestError
 from ..replication import Replication
@@ -20,6 +20,11 @@ Batch = TypeVar("Batch", PlacedPuts, PlacedGets)
 
 #: A question of more bytes than fit into one segment of loopback TCP now and then waits 40 ms for the rest of itself.
 _QUESTION_BYTES = 60_000
+_PREFIX_BYTES: Final = 8192
+#: What a pattern of C++'s ECMAScript kind does not take as it is: its own signs, and what is no printing letter.
+_ESCAPED: Final = {letter: f"\\{letter}" for letter in r"^$\.*+?()[]{}|"} | {
+    chr(code): f"\\x{code:02x}" for code in (*range(32), 127)
+}
 
 
 def ask_in_parts(native: NativeStore, keys: Sequence[str]) -> list[int]:
@@ -34,6 +39,16 @@ def ask_in_parts(native: NativeStore, keys: Sequence[str]) -> list[int]:
         if failed:
             return answers + failed[:1] * (len(keys) - len(answers))
     return answers
+
+
+def starting_with(prefix: str) -> str:
+    """A pattern for ``remove_by_regex`` that finds the keys that start with ``prefix``, whatever is in it.
+
+    The master looks for it with recursion, a step a byte: a huge one could end it. Raises ``InvalidRequestError``.
+    """
+    if len(prefix.encode()) > _PREFIX_BYTES:
+        raise InvalidRequestError(f"a prefix may have {_PREFIX_BYTES} bytes, not {len(prefix.encode())}")
+    return "^" + "".join(_ESCAPED.get(letter, letter) for letter in prefix)
 
 
 def put_placed(native: NativeStore, batch: PlacedPuts, memory: StoreMemory, replication: Replication) -> list[int]:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from ..errors import (
-    StoreAnswerError,
     StoreError,
     StoreFullError,
     StoreRejectedError,
     StoreTimeoutError,
     StoreUnavailableError,
+    UnknownCodeError,
 )
 from .base import Failure
 
@@ -38,7 +38,8 @@ _REJECTED: Final = ("rejected", False)
 _BUSY: Final = ("busy", True)
 
 CODES: Final[Mapping[int, CodeMeaning]] = {
-    -1: CodeMeaning("rejected", True, "internal error of the native store"),
+    # In mode "shared" also what a question gets that did not reach the master.
+    -1: CodeMeaning("unavailable", True, "the native store failed within, or cannot reach its master"),
     -10: CodeMeaning(*_REJECTED, "a buffer is too small"),
     -100: CodeMeaning(*_REJECTED, "shard index out of range"),
     -101: CodeMeaning("unavailable", True, "the owner of the memory is not known to the master (any more)"),
@@ -92,7 +93,7 @@ CODES: Final[Mapping[int, CodeMeaning]] = {
     -1202: CodeMeaning(*_REJECTED, "too many keys for an offload bucket"),
     -1203: CodeMeaning(*_REJECTED, "too many keys to offload"),
     -1300: CodeMeaning(*_REJECTED, "offloading is off"),
-    -1301: CodeMeaning(*_BUSY, "offloading is under way"),
+    -1301: CodeMeaning("busy", False, "offloading is under way"),
     -1400: CodeMeaning(*_REJECTED, "no such task"),
     -1401: CodeMeaning(*_BUSY, "too many tasks are waiting"),
     -1402: CodeMeaning(*_REJECTED, "no such job"),
@@ -113,38 +114,39 @@ CODES: Final[Mapping[int, CodeMeaning]] = {
 
 
 def meaning_of(code: int) -> CodeMeaning:
-    """What a negative code says; a code that is not in the table is ``unknown`` and carries its number."""
+    """What a code says. One that is not in the table is ``unknown`` and carries its number: a positive one, too, where
+    0 or an error is expected."""
     return CODES.get(code) or CodeMeaning("unknown", False, f"the native store's code {code}, unknown to this version")
 
 
 def failure_of(code: int, what: str) -> Failure:
-    """A negative code as one key's failure."""
+    """A code as one key's failure."""
     meaning = meaning_of(code)
     return Failure(meaning.kind, meaning.retriable, f"{what}: {meaning.text} ({code})")
 
 
-_ERRORS: Final[Mapping[str, type[StoreError]]] = {
-    "unavailable": StoreUnavailableError,
-    "timeout": StoreTimeoutError,
-    "full": StoreFullError,
-    "unknown": StoreAnswerError,
-}
+#: By kind, what a call raises that may work later; ``StoreUnavailableError`` for any other kind.
+_RETRIABLE: Final[Mapping[str, type[StoreError]]] = {"timeout": StoreTimeoutError, "full": StoreFullError}
 
 
 def error_of(code: int, what: str) -> StoreError:
-    """A negative code as the exception of a call that failed as a whole."""
+    """A code as the exception of a call that failed as a whole; as ``retriable`` as the code."""
     meaning = meaning_of(code)
-    otherwise = StoreUnavailableError if meaning.retriable else StoreRejectedError
-    return _ERRORS.get(meaning.kind, otherwise)(f"{what}: {meaning.text} ({code})")
+    message = f"{what}: {meaning.text} ({code})"
+    if meaning.kind == "unknown":
+        return UnknownCodeError(message, code=code)
+    if not meaning.retriable:
+        return StoreRejectedError(message)
+    return _RETRIABLE.get(meaning.kind, StoreUnavailableError)(message)
 
 
 #: What says that the store as a whole is out of reach, which is no single key's trouble.
-_WHOLE_CALL: Final = frozenset({-103, -900, -901, *range(-1010, -999)})
+_WHOLE_CALL: Final = frozenset({-103, -900, -901, *range(-1010, -999)}) & CODES.keys()
 
 
 def is_no_answer(code: int) -> bool:
     """Whether an existence question was not answered by this. A replica that is busy or out of reach is not there."""
-    return code < 0 and meaning_of(code).kind not in ("missing", "busy", "transfer")
+    return code not in (0, 1) and meaning_of(code).kind not in ("missing", "busy", "transfer")
 
 
 def fails_whole_call(code: int) -> bool:

@@ -34,7 +34,10 @@ def check_owner(address: str, root: Path = ROOT) -> None:
     """
     name = f"@mooncake_client_{address_parts(address)[1]}.sock"
     if not any(line.endswith(name) for line in text_of(root / "proc/net/unix").splitlines()):
-        raise ConnectError(f"port {address} is open, but it is no Mooncake owner process (mooncake_client): {_HOW_TO}")
+        raise ConnectError(
+            f"port {address} is open, but it is no Mooncake owner process (mooncake_client): {_HOW_TO}",
+            step="handshake",
+        )
 
 
 def check_free_memory(config: MooncakeConfig, root: Path = ROOT) -> None:
@@ -59,7 +62,8 @@ def set_up_shared(native: NativeStore, config: MooncakeConfig) -> None:
         raise ConnectError(
             f"the native client could not be set up with the owner process at {config.owner_address}: "
             f"{codes.meaning_of(code).text} ({code}); check that a mooncake_client of this client's version serves "
-            f"there, that its master is up, and local_buffer_size {config.local_buffer_size}"
+            f"there, that its master is up, and local_buffer_size {config.local_buffer_size}",
+            step="setup",
         )
 
 

@@ -52,5 +52,5 @@ def take(config: MooncakeConfig, timeout: float) -> NativeStore | None:
 
 def _alike(config: MooncakeConfig, timeout: float) -> Hashable:
     """What connections that may share a native client, one after the other, have in common."""
-    ours = {"pool_size": 0, "lease_seconds": 1.0, "replication": DEFAULT_REPLICATION}
+    ours = {"pool_size": 0, "lease_seconds": 1.0, "wait_for_master": 0.0, "replication": DEFAULT_REPLICATION}
     return os.getpid(), timeout, dataclasses.replace(config, **ours)  # type: ignore[arg-type]

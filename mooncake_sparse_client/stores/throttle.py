@@ -48,7 +48,7 @@ class ThrottledStore(WrappedStore):
         if self._bytes is None:
             await self._wait()
             return
-        async with self._bytes.turn(_nbytes(items)):
+        async with self._bytes.turn(nbytes_of(items)):
             await self._wait()
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
@@ -66,6 +66,10 @@ class ThrottledStore(WrappedStore):
     async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:
         await self._wait()
         return await super().remove(keys, force=force)
+
+    async def remove_prefix(self, prefix: str, *, force: bool = False) -> int:
+        await self._wait()
+        return await super().remove_prefix(prefix, force=force)
 
 
 class _RequestRate:
@@ -103,7 +107,7 @@ class _ByteRate:
             self._free_at = max(self._free_at, clock.time() - _BURST_SECONDS) + nbytes / self._rate
 
 
-def _nbytes(items: Sequence[PutItem] | Sequence[GetItem]) -> int:
+def nbytes_of(items: Sequence[PutItem] | Sequence[GetItem]) -> int:
     """The bytes of a batch. What is no buffer counts nothing here: the store says what is wrong with it."""
     total: int | None = getattr(items, "nbytes", None)
     if total is not None:

@@ -39,6 +39,9 @@ class WrappedStore:
     async def remove(self, keys: Sequence[str], *, force: bool = False) -> list[RemoveOutcome]:
         return await self.inner.remove(keys, force=force)
 
+    async def remove_prefix(self, prefix: str, *, force: bool = False) -> int:
+        return await self.inner.remove_prefix(prefix, force=force)
+
     async def health(self) -> Health:
         return await self.inner.health()
 

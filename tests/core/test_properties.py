@@ -59,6 +59,7 @@ from mooncake_sparse_client.core.framing import (
 from mooncake_sparse_client.core.keys import KeyBuilder, KeySchema
 from mooncake_sparse_client.core.masks import BoolArray
 from mooncake_sparse_client.core.plans import cut_batches, longest_arrived_prefix, plan_put
+from mooncake_sparse_client.core.prefix import longest_without
 from mooncake_sparse_client.errors import InvalidRequestError
 
 
@@ -202,6 +203,28 @@ def test_the_explanation_names_what_held_the_hit_back(request: Request) -> None:
 
 
 # Lookups
+
+
+@quick
+@given(layouts(), st.integers(0, 12), st.data())
+def test_what_lost_chunks_leave_possible(layout: KVCacheLayout, blocks: int, data: st.DataObject) -> None:
+    step = layout.alignment
+    most = blocks * step
+    wheres = [
+        (group, chunk) for group, spec in enumerate(layout.groups) for chunk in range(most // spec.block_size + 2)
+    ]
+    lost = data.draw(st.lists(st.sampled_from(wheres), max_size=4))
+
+    def possible(boundary: int) -> bool:
+        return not any(chunk in needed(layout.groups[group], boundary) for group, chunk in lost)
+
+    longest = longest_without(layout, most, lost)
+    assert longest == max((boundary for boundary in range(0, most + 1, step) if possible(boundary)), default=0)
+    # Of the load mask, just what ends at or below it is needed by any boundary at or below it.
+    for spec, chunks in zip(layout.groups, sets(load_mask(layout, most)), strict=True):
+        shorter = range(step, longest + 1, step)
+        useful = {chunk for chunk in chunks if any(chunk in needed(spec, end, margin=False) for end in shorter)}
+        assert useful == {chunk for chunk in chunks if (chunk + 1) * spec.block_size <= longest}
 
 
 def test_what_was_asked_must_fit_the_layout() -> None:
