@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Coroutine, Sequence
 from typing import NamedTuple
 
@@ -319,7 +318,9 @@ class SparseStoreClient(ClientLifecycle):
 
     def _check_sequence(self, sequence: TokenSequence) -> None:
         if not isinstance(sequence, TokenSequence):
-            raise InvalidRequestError(f"expected a sequence made by client.sequence(...), not {reprlib.repr(sequence)}")
+            raise InvalidRequestError(
+                f"expected a sequence made by client.sequence(...), not {type(sequence).__name__}"
+            )
         if sequence.hasher != self.hasher:
             raise InvalidRequestError(
                 f"the sequence is hashed by {sequence.hasher}, this client's keys by {self.hasher}"
@@ -327,7 +328,7 @@ class SparseStoreClient(ClientLifecycle):
 
     def _check_hit(self, hit: PrefixHit) -> None:
         if not isinstance(hit, PrefixHit):
-            raise InvalidRequestError(f"expected the PrefixHit of a lookup, or a sequence, not {reprlib.repr(hit)}")
+            raise InvalidRequestError(f"expected the PrefixHit of a lookup, or a sequence, not {type(hit).__name__}")
         if hit.cache_id != self.keys.cache_id:
             raise InvalidRequestError(
                 f"the hit is of the cache {hit.cache_id!r}, this client's is {self.keys.cache_id!r}"

@@ -217,7 +217,7 @@ class ClientLifecycle:
             self._check_open()
             self._closing = asyncio.create_task(self._close())
         self._state = _State.CLOSED
-        if self._opening is not None:
+        if self._opening is not None and not self._opening.done():
             await asyncio.wait([self._opening])  # who opens it finds it closed, and lets go of what was opened
         if self._closing is not None:
             await settled(self._closing)

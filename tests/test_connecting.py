@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
 import logging
 import os
 import signal
@@ -182,6 +184,7 @@ async def test_a_master_of_another_version() -> None:
     [
         ('{"set_up": -600, "answer": null}', "E 1] Version mismatch: server=1.0, client=2.0", "version"),
         ('{"set_up": 0, "answer": -900}', "E 1] RPC call failed: invalid rpc arg", "version"),
+        ('{"set_up": 0, "answer": -900}', "E 1] RPC call failed: failed to deserialize rpc return value", "version"),
         ('{"set_up": -600, "answer": null}', "", "handshake"),
         ('{"set_up": 0, "answer": -901}', "", "handshake"),
         ("", "Segmentation fault", "setup"),
@@ -255,15 +258,52 @@ def test_rdma_without_a_device_is_refused(tmp_path: Path) -> None:
     check_devices(remote("127.0.0.1:1"), tmp_path / "nothing")
 
 
-async def test_a_tenant_is_warned_of_masters_that_know_none(
-    master: LocalMooncake, caplog: pytest.LogCaptureFixture
+async def test_a_master_that_keeps_no_tenants_apart_is_refused(master: LocalMooncake) -> None:
+    with pytest.raises(ConfigError, match=r"'blue'.*no tenants apart.*--enable_multi_tenants"):
+        await MooncakeStore.connect(remote(master.master_address, tenant_id="blue"))
+    assert not await trials()
+
+
+POLICY = {"version": 1, "tenants": [{"name": "blue", "quota": 1 << 20}]}
+
+
+async def test_a_master_that_keeps_tenants_apart_knows_them(tmp_path: Path) -> None:
+    policy = tmp_path / "tenants.json"
+    await asyncio.to_thread(policy.write_text, json.dumps(POLICY))
+    port = int((await unused()).rpartition(":")[2])
+    where = await asyncio.to_thread(importlib.util.find_spec, "mooncake")
+    assert where is not None
+    assert where.origin is not None
+    process = await asyncio.create_subprocess_exec(
+        *(str(Path(where.origin).parent / "mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={port}"),
+        *("--metrics_port=0", "--enable_multi_tenants=true", f"--tenant_quota_connector_uri={policy}"),
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        config = remote(f"127.0.0.1:{port}", wait_for_master=10, tenant_id="blue")
+        async with await MooncakeStore.connect(config) as store:
+            assert (await store.health()).ok
+        with pytest.raises(ConfigError, match="does not know tenant_id 'green'"):
+            await MooncakeStore.connect(replace(config, tenant_id="green"))
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize("code", [-900, -600, None])
+def test_where_it_cannot_be_told_whether_there_are_tenants_a_warning_says_so(
+    code: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with await MooncakeStore.connect(remote(master.master_address)):
-        assert "tenant" not in caplog.text
+    found = {"set_up": 0, "answer": -704, "own": -200, **({} if code is None else {"nobody": code})}
     with caplog.at_level(logging.WARNING):
-        async with await MooncakeStore.connect(remote(master.master_address, tenant_id="blue")):
-            assert "'blue'" in caplog.text
-            assert "--enable_multi_tenants" in caplog.text
+        trial._judge(remote("127.0.0.1:1", tenant_id="blue"), 0, json.dumps(found), "")
+    assert ("cannot be told" in caplog.text) == (code is not None)
+
+
+async def test_what_is_no_metadata_server_is_told_from_no_master(master: LocalMooncake) -> None:
+    async with listening(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n") as where:
+        error = await refused(remote(master.master_address, metadata_server=f"http://{where}/metadata"))
+    assert error.step == "metadata"
 
 
 # Trials

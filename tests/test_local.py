@@ -22,6 +22,7 @@ from local_processes import (
     http_get,
     listeners,
     needs_mooncake,
+    own_files,
     pretend_mooncake_is_in,
     processes_of,
     running,
@@ -49,10 +50,10 @@ async def no_blocking_calls() -> AsyncIterator[None]:
 def nothing_left() -> Iterator[None]:
     """Every test ends with as many children and open files as it started with."""
     before = descendants()
-    files = psutil.Process().num_fds()
+    files = own_files()
     yield
     assert descendants() <= before
-    assert psutil.Process().num_fds() <= files
+    assert own_files() <= files
 
 
 @pytest.fixture
@@ -276,12 +277,12 @@ async def test_the_user_chooses_the_log_level(monkeypatch: pytest.MonkeyPatch) -
 @needs_mooncake
 async def test_an_object_dropped_unclosed_warns_and_lets_go() -> None:
     me = psutil.Process()
-    files = me.num_fds()
+    files = own_files()
     kept = [await LocalMooncake.start()]
     assert me.children()
     with pytest.warns(ResourceWarning, match="unclosed LocalMooncake"):
         kept.clear()
-    await until(lambda: not me.children() and me.num_fds() == files)
+    await until(lambda: not me.children() and own_files() == files)
 
 
 PARENT = """

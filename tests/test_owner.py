@@ -22,6 +22,7 @@ from local_processes import (
     descendants,
     listeners,
     needs_mooncake,
+    own_files,
     pretend_mooncake_is_in,
     processes_of,
     running,
@@ -48,10 +49,10 @@ async def no_blocking_calls() -> AsyncIterator[None]:
 @pytest.fixture(autouse=True)
 async def nothing_left() -> AsyncIterator[None]:
     """Every test ends with as many children, open files and tasks as it started with."""
-    before, files, tasks = descendants(), psutil.Process().num_fds(), asyncio.all_tasks()
+    before, files, tasks = descendants(), own_files(), asyncio.all_tasks()
     yield
     assert descendants() <= before
-    assert psutil.Process().num_fds() <= files
+    assert own_files() <= files
     assert len(asyncio.all_tasks()) <= len(tasks)
 
 
@@ -187,13 +188,13 @@ async def test_closing_in_a_restart_leaves_nothing(moment: str) -> None:
 @needs_mooncake
 @pytest.mark.usefixtures("impatience", "endless_pause")
 async def test_an_object_dropped_in_the_pause_warns_and_lets_go() -> None:
-    me, files, tasks = psutil.Process(), psutil.Process().num_fds(), len(asyncio.all_tasks())
+    me, files, tasks = psutil.Process(), own_files(), len(asyncio.all_tasks())
     kept = [await LocalMooncake.start(memory=16 * MIB)]
     await kill_owner(kept[0])
     assert me.children()
     with pytest.warns(ResourceWarning, match="unclosed LocalMooncake"):
         kept.clear()
-    await until(lambda: not me.children() and me.num_fds() <= files and len(asyncio.all_tasks()) == tasks)
+    await until(lambda: not me.children() and own_files() <= files and len(asyncio.all_tasks()) == tasks)
 
 
 @needs_mooncake

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import reprlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -115,7 +114,9 @@ class BlockHasher:
         if extra_keys is not None and len(extra_keys) != count:
             raise InvalidTokensError(f"extra_keys must have one entry a full block: {count}, not {len(extra_keys)}")
         if parent is not None and (not isinstance(parent, bytes) or len(parent) != len(self.none_hash)):
-            raise InvalidTokensError(f"parent must be a digest of {len(self.none_hash)} bytes, not {parent!r}")
+            raise InvalidTokensError(
+                f"parent must be a digest of {len(self.none_hash)} bytes, not {type(parent).__name__}"
+            )
         extras = [] if extra_keys is None else _literal_extras(extra_keys)
         parent = self.none_hash if parent is None else parent
         hash_run = self._hash_packed if self.algorithm == "sha256_packed" else self._hash_objects
@@ -186,7 +187,8 @@ def token_array(token_ids: TokenIds, *, limit: int = _VLLM_LIMIT) -> TokenArray:
         raise InvalidTokensError(f"token_ids must be a flat sequence of ints: {error}") from error
     if ids.ndim != 1:
         raise InvalidTokensError(
-            f"token_ids must be a list or array of ints in one dimension, not {reprlib.repr(token_ids)}"
+            f"token_ids must be a list or array of ints in one dimension, not a {type(token_ids).__name__} of "
+            f"{ids.ndim} dimensions"
         )
     if ids.size == 0:
         return np.empty(0, dtype=np.int64)
@@ -203,7 +205,9 @@ def _one_by_one(token_ids: TokenIds, limit: int) -> NDArray[np.int64]:
     for position, value in enumerate(token_ids):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or not 0 <= value < limit:
             shown = value.item() if isinstance(value, np.generic) else value
-            raise InvalidTokensError(f"token_ids[{position}] is {shown!r}; token ids are ints from 0 to {limit - 1}")
+            # What is no number may be a prompt's text.
+            what = repr(shown) if isinstance(shown, int | float) else f"of type {type(shown).__name__}"
+            raise InvalidTokensError(f"token_ids[{position}] is {what}; token ids are ints from 0 to {limit - 1}")
         whole.append(int(value))
     return np.array(whole, dtype=np.int64)
 

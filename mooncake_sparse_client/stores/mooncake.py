@@ -224,7 +224,7 @@ class MooncakeStore:
         self._guard.check()
         # The library's own check is a flag that a client without a segment never updates: ask for real.
         code = await self._guard.ask(lambda: self._native.is_exist(_HEALTH_KEY))
-        if code < 0:
+        if codes.is_no_answer(code):
             error: StoreError = codes.error_of(code, f"asking {self._where}")
             return Health(ok=False, kind=error.kind, detail=str(error))
         if self._keeper is not None:
@@ -245,8 +245,8 @@ class MooncakeStore:
         """
         self._guard.check_process()
         if self._closing is None:
-            if self._guard.state is State.NEW:
-                return
+            if self._guard.state in (State.NEW, State.CLOSED):
+                return  # never open
             self._guard.become(State.CLOSING)
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)

@@ -118,7 +118,7 @@ BAD_TOKENS: list[tuple[Any, list[str]]] = [
     ([1, None], ["token_ids[1]", "None"]),
     ("text", ["token_ids"]),
     (b"bytes", ["token_ids"]),
-    (["1", "2"], ["token_ids[0]", "'1'"]),
+    (["1", "2"], ["token_ids[0]", "of type str"]),
     ({1, 2}, ["token_ids"]),
     ({"ids": [1]}, ["token_ids"]),
     ((token for token in (1, 2)), ["token_ids"]),
