@@ -138,3 +138,29 @@ def test_an_error_about_extra_keys_does_not_show_them(extra: Any) -> None:
     with pytest.raises(SparseStoreError) as caught:
         BlockHasher(16).hash_blocks(range(16), extra_keys=extra)
     assert SECRET not in shown(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda client: client.sequence(f"{SECRET} prompt"),
+        lambda client: client.sequence([f"{SECRET} prompt"]),
+        lambda client: client.sequence([1, f"{SECRET} prompt"]),
+        lambda client: client.sequence(range(9)).extend(f"{SECRET} prompt"),
+        lambda client: client.plan_put(f"{SECRET} prompt"),
+        lambda client: client.hasher.hash_blocks(range(99), parent=f"{SECRET} prompt"),
+    ],
+)
+async def test_a_prompt_in_a_wrong_place_is_not_shown(wrong: Callable[[Any], object]) -> None:
+    async with client_of(MemoryStore()) as client:
+        with pytest.raises(SparseStoreError) as caught:
+            wrong(client)
+        assert SECRET not in shown(caught.value).partition("Error: ")[2]
+
+
+async def test_a_prompt_instead_of_a_sequence_is_not_shown() -> None:
+    async with client_of(MemoryStore()) as client:
+        for call in (client.lookup, client.get, client.exists, client.remove):
+            with pytest.raises(SparseStoreError) as caught:
+                await call(f"{SECRET} prompt")  # type: ignore[operator]
+            assert SECRET not in str(caught.value)
