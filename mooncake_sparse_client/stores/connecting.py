@@ -10,6 +10,7 @@ from contextlib import closing
 from typing import Final, NamedTuple
 
 from ..config import MooncakeConfig
+from ..config_values import checked_master, checked_metadata, checked_owner
 from ..errors import ConnectError
 from ..waiting import settled
 from . import native_codes as codes
@@ -44,6 +45,7 @@ async def open_native_store(config: MooncakeConfig, *, timeout: float) -> Opened
 
     Raises ``ConfigError``, ``ConnectError`` (its ``step`` says how far it came), ``MissingLibraryError``.
     """
+    _check_address(config)
     await asyncio.to_thread(check_devices, config)
     if config.mode != "shared":
         _bound_native_calls(timeout)
@@ -56,6 +58,15 @@ async def open_native_store(config: MooncakeConfig, *, timeout: float) -> Opened
         if not opening.cancelled() and opening.exception() is None:
             await settled(asyncio.create_task(asyncio.to_thread(opening.result().close)))
         raise
+
+
+def _check_address(config: MooncakeConfig) -> None:
+    """For settings that ``load_config`` has not checked: the native library ends the process over an empty address."""
+    if config.mode == "shared":
+        checked_owner(config.mode, config.owner_address, "config.owner_address")
+    else:
+        checked_master(config.mode, config.master_server_address, "config.master_server_address")
+        checked_metadata(config.mode, config.metadata_server, "config.metadata_server")
 
 
 async def _found(config: MooncakeConfig, timeout: float) -> str:
