@@ -19,7 +19,6 @@ from typing import Any
 
 STDOUT = 1
 PR_SET_PDEATHSIG = 1
-LOCAL_BUFFER = 1 << 20
 
 
 def main() -> None:
@@ -32,7 +31,7 @@ def main() -> None:
 
     native = library.MooncakeDistributedStore()
     owner = wanted.get("owner")
-    code = native.setup_dummy(0, LOCAL_BUFFER, owner) if owner else native.setup(wanted["settings"])
+    code = native.setup_dummy(0, 0, owner) if owner else native.setup(wanted["settings"])
     found = {"set_up": code, "answer": ask(native, wanted["key"]) if code == 0 else None}
     if code == 0 and wanted["tenant"]:
         found["own"] = put(native)

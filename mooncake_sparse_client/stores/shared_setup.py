@@ -45,24 +45,25 @@ def check_free_memory(config: MooncakeConfig, root: Path = ROOT) -> None:
 
     Raises ``ConfigError`` with both numbers. Reads files: call it on a thread.
     """
-    wanted = config.pool_size + config.local_buffer_size
     for free, said_by in free_memory(root):
-        if wanted > free:
+        if config.pool_size > free:
             raise ConfigError(
-                f"pool_size={config.pool_size} with local_buffer_size={config.local_buffer_size} is {wanted} bytes, "
-                f"which mode 'shared' takes at once, but only {free} are free ({said_by}); choose a smaller pool_size"
+                f"pool_size is {config.pool_size} bytes, which mode 'shared' takes at once, but only {free} are free "
+                f"({said_by}); choose a smaller pool_size"
             )
 
 
 def set_up_shared(native: NativeStore, config: MooncakeConfig) -> None:
-    """Connect ``native`` to the owner process, with the interpreter's lock held: some 15 ms where one answers."""
+    """Connect ``native`` to the owner process, with the interpreter's lock held: a millisecond where one answers."""
     check_free_memory(config)
-    code = native.setup_dummy(0, config.local_buffer_size, config.owner_address)
+    # No buffer of its own: no call of ours uses one, and the library, which tells a restarted owner of all the memory
+    # of the process, would have the owner refuse the second such buffer, for good (spared clients have one too).
+    code = native.setup_dummy(0, 0, config.owner_address)
     if code != codes.OK:
         raise ConnectError(
             f"the native client could not be set up with the owner process at {config.owner_address}: "
             f"{codes.meaning_of(code).text} ({code}); check that a mooncake_client of this client's version serves "
-            f"there, that its master is up, and local_buffer_size {config.local_buffer_size}",
+            "there, and that its master is up",
             step="setup",
         )
 

@@ -27,8 +27,12 @@ _PATIENCE, _ATTEMPTS = 30.0, 5
 class Subject:
     """One Mooncake process that is killed, started again, stopped and continued."""
 
-    def __init__(self, name: str, arguments: Sequence[str], ports: Sequence[int]) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], ports: Sequence[int], before: Subject | None = None
+    ) -> None:
+        """An owner ends in order, on SIGTERM, if it was started ``before`` the end of a master that runs."""
         self.name = name
+        self._before = before
         self.ports = tuple(ports)
         self._arguments = list(arguments)
         self._process: Process | None = None
@@ -46,7 +50,8 @@ class Subject:
     async def start(self) -> None:
         """Return when it serves."""
         for attempt in range(_ATTEMPTS):
-            self._process = Process(self.name, self._arguments, list(self.ports))
+            before = self._before._process if self._before is not None and self._before.runs else None
+            self._process = Process(self.name, self._arguments, list(self.ports), before)
             try:
                 await self._process.start(asyncio.get_running_loop().time() + _PATIENCE)
                 return
@@ -113,7 +118,7 @@ class Ground:
         self.master = Subject("mooncake_master", master, [rpc, metrics])
         serving = f"--host={HOST} --port={owner} --threads=4 --protocol=tcp --metadata_server=P2PHANDSHAKE".split()
         serving += [f"--master_server_address={self.master_address}", f"--global_segment_size={memory}"]
-        self.owner = Subject("mooncake_client", serving, [owner])
+        self.owner = Subject("mooncake_client", serving, [owner], before=self.master)
 
     @property
     def master_address(self) -> str:

@@ -72,6 +72,17 @@ async def test_two_applications_on_one_owner(fresh: str) -> None:
         assert await one.round_trip()  # the other has left
 
 
+@pytest.mark.faults
+async def test_a_client_that_has_closed_does_not_keep_another_from_the_owner(fresh: str) -> None:
+    """The native library tells an owner that is new of all the memory of the process, and takes no for no, for good."""
+    async with Ground(client_ttl=4) as ground, workload(ground, "shared", fresh) as load:
+        async with workload(ground, "shared", fresh) as other:
+            assert await other.round_trip()
+        assert await load.round_trip()
+        await ground.owner.restart(4)  # idle, and long enough to be noticed
+        await load.recovers()
+
+
 async def at_work(load: Workload) -> None:
     for _ in range(5):
         await load.bounded(load.round_trip(), calls=3)
