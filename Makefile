@@ -13,7 +13,7 @@ help:
 	@echo "make demo   replay a small workload on a local Mooncake (ARGS='--help' for more)"
 	@echo "make serve  run a local Mooncake to develop against"
 	@echo "make test   run the tests"
-	@echo "make test-faults  kill, stop and damage a Mooncake under the client (eight minutes)"
+	@echo "make test-faults  kill, stop and damage a Mooncake under the client (ten minutes)"
 	@echo "make soak   random faults under load, ten minutes (ARGS='--minutes 1' for fewer)"
 	@echo "make lint   check style and types"
 	@echo "make format lay the code out"

@@ -119,6 +119,7 @@ async def test_an_owner_that_was_killed_is_asked_a_few_times_in_all(local: Local
             assert store.gets == 0
 
 
+@pytest.mark.faults
 async def test_of_two_owners_one_is_killed_and_a_put_mends_what_it_had(local: LocalMooncake) -> None:
     other = await second_owner(local)
     try:
@@ -156,6 +157,7 @@ async def ends_in_time(call: Any, timeout: float) -> None:
     assert time.monotonic() - begun < timeout + 2.0
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("killed", [False, True], ids=["continued", "killed"])
 async def test_calls_to_a_stopped_owner_end_in_time_and_leave_nothing(local: LocalMooncake, killed: bool) -> None:
     timeout = 1.0

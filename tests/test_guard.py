@@ -293,6 +293,7 @@ def test_the_process_ends_in_order(serving: Callable[[], LocalMooncake], mode: s
         assert "is left to the end of the process" in done.stderr or "StoreTimeoutError" in done.stdout, done
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("mode", ["embedded", "remote"])
 def test_the_process_ends_in_order_under_a_call_that_hangs(serving: Callable[[], LocalMooncake], mode: str) -> None:
     done = run(serving(), mode, "hung")

@@ -84,7 +84,7 @@ async def busy(store: MooncakeStore) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@pytest.mark.parametrize("pause", [0.1, 2.0])
+@pytest.mark.parametrize("pause", [0.1, pytest.param(2.0, marks=pytest.mark.faults)])
 async def test_an_owner_that_is_back_soon_is_told_of_the_memory_again(
     pause: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh: str
 ) -> None:
