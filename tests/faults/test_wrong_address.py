@@ -71,9 +71,9 @@ def client_at(address: str, mode: str, layout: object, model: str) -> SparseStor
 
 
 async def delay_of(call: Callable[[], Awaitable[None]]) -> float:
-    """The longest that the event loop was held up by the call, in seconds; the least of up to three tries."""
+    """The longest that the event loop was held up by the call, in seconds; the least of a few tries."""
     least = 60.0
-    for _ in range(3):
+    for _ in range(8):
         task = asyncio.ensure_future(call())
         longest = 0.0
         while not task.done():
