@@ -34,7 +34,7 @@ retry. Each class has a stable ``kind`` (a word for metrics and logs, never rena
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class SparseStoreError(Exception):
@@ -203,3 +203,7 @@ class UnknownCodeError(StoreAnswerError):
     def __init__(self, message: str, *, code: int = 0) -> None:
         super().__init__(message)
         self.code = code
+
+
+#: Of a store that nothing can be said about for now.
+OUT_OF_REACH: Final = (StoreUnavailableError, StoreTimeoutError)

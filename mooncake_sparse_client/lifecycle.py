@@ -22,13 +22,13 @@ from .data_plane.reading import Reader
 from .data_plane.registry import Registry
 from .data_plane.transfer import Transport
 from .errors import (
+    OUT_OF_REACH,
     ClientClosedError,
     ConfigError,
     ForkedProcessError,
     InvalidRequestError,
     InvalidRetentionError,
     StoreTimeoutError,
-    StoreUnavailableError,
 )
 from .identity import Profile, resolve_identity
 from .resilience import DEFAULT_RESILIENCE, Resilience
@@ -54,7 +54,6 @@ from .waiting import Bound, settled
 logger = logging.getLogger(__name__)
 
 _DEFAULT_LIMITS = Limits()
-_OUT_OF_REACH = (StoreUnavailableError, StoreTimeoutError)
 
 
 class _State(Enum):
@@ -99,7 +98,7 @@ class ClientLifecycle:
         self._timeout = checked_timeout(timeout)
         self._resilience = checked_resilience(resilience)
         # What of a store that is out of reach counts as a miss, and is not raised.
-        self._misses = _OUT_OF_REACH if checked_when_down(when_down) == "miss" else ()
+        self._misses = OUT_OF_REACH if checked_when_down(when_down) == "miss" else ()
         self._identity = resolve_identity(
             layout,
             model_name=model_name,

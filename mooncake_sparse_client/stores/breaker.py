@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, ParamSpec, TypeAlias, TypeVar
 
-from ..errors import StoreDownError, StoreError, StoreTimeoutError, StoreUnavailableError
+from ..errors import OUT_OF_REACH, StoreDownError, StoreError
 from ..resilience import DEFAULT_RESILIENCE, Resilience
 from ..waiting import settled
 from .base import Failure, GetItem, PutItem, RemoveOutcome, Store
@@ -23,7 +23,6 @@ Moved: TypeAlias = list[Failure | None]
 
 logger = logging.getLogger(__name__)
 
-_OUT_OF_REACH: Final = (StoreUnavailableError, StoreTimeoutError)
 #: What a key of a store that is out of reach fails with.
 _TROUBLE: Final = frozenset({"transfer", "timeout", "unavailable"})
 #: Seconds from which on a transfer of which nothing arrived counts as a failure. An owner that is gone refuses at
@@ -170,7 +169,7 @@ class BreakerStore(WrappedStore):
         timer = loop.call_later(patience, self._hangs, call)
         try:
             answers = await ask(*args, **kwargs)
-        except _OUT_OF_REACH as error:
+        except OUT_OF_REACH as error:
             self._circuit.failed(call, str(error), loop.time())
             raise
         except StoreError:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import socket
+from collections.abc import Callable
 from contextlib import closing
 from typing import Final, NamedTuple
 
@@ -51,13 +52,19 @@ async def open_native_store(config: MooncakeConfig, *, timeout: float) -> Opened
         _bound_native_calls(timeout)
     hostname = await waiting(config.wait_for_master, lambda: _found(config, timeout))
     native = await asyncio.to_thread(new_native_store)
-    opening = asyncio.create_task(asyncio.to_thread(_open, native, config, hostname))
+    return await opened_by(lambda: _open(native, config, hostname))
+
+
+async def opened_by(open_memory: Callable[[], NativeMemory]) -> Opened:
+    """What ``open_memory`` gives, run on a thread. A cancelled call returns once nothing is left open."""
+    opening = asyncio.create_task(asyncio.to_thread(open_memory))
     try:
-        return Opened(native, await settled(opening))
+        memory = await settled(opening)
     except asyncio.CancelledError:
         if not opening.cancelled() and opening.exception() is None:
             await settled(asyncio.create_task(asyncio.to_thread(opening.result().close)))
         raise
+    return Opened(memory.plain_native, memory)
 
 
 def _check_address(config: MooncakeConfig) -> None:
@@ -74,9 +81,11 @@ async def _found(config: MooncakeConfig, timeout: float) -> str:
     deadline = asyncio.get_running_loop().time() + timeout
     local_host = await reach(config, deadline)
     hostname = config.local_hostname or local_host
+    settings: dict[str, str] = {}
     if config.mode == "shared":
         await asyncio.to_thread(check_owner, config.owner_address)
-    settings = _settings(config, hostname, segment=0, local_buffer=MIN_LOCAL_BUFFER)
+    else:
+        settings = _settings(config, hostname, segment=0, local_buffer=MIN_LOCAL_BUFFER)
     await try_set_up(config, settings, seconds=max(0.001, deadline - asyncio.get_running_loop().time()))
     return hostname
 

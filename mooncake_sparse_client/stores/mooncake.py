@@ -17,7 +17,6 @@ from typing import Final, TypeVar
 from ..config import MooncakeConfig
 from ..core.results import Health
 from ..errors import ClientClosedError, StoreAnswerError, StoreError, StoreTimeoutError, StoreUnavailableError
-from ..waiting import settled
 from . import leaving, spares
 from . import native_codes as codes
 from .base import (
@@ -32,7 +31,7 @@ from .base import (
     check_items,
     check_prefix,
 )
-from .connecting import Opened, open_native_store
+from .connecting import Opened, open_native_store, opened_by
 from .guard import Guard, State
 from .keeper import Keeper
 from .native_calls import ask_in_parts, copied_in, copy_out, get_placed, in_parts, put_placed, room_for, starting_with
@@ -92,13 +91,7 @@ class MooncakeStore:
         spare = await asyncio.to_thread(spares.take, self._config, self._timeout)
         if spare is None:
             return await open_native_store(self._config, timeout=self._timeout)
-        opening = asyncio.create_task(asyncio.to_thread(NativeMemory.open, spare, self._config))
-        try:
-            return Opened(spare, await settled(opening))
-        except asyncio.CancelledError:
-            if not opening.cancelled() and opening.exception() is None:
-                await settled(asyncio.create_task(asyncio.to_thread(opening.result().close)))
-            raise
+        return await opened_by(functools.partial(NativeMemory.open, spare, self._config))
 
     def _attach(self, opened: Opened) -> None:
         self._memory = opened.memory
@@ -260,9 +253,11 @@ class MooncakeStore:
             memory.leave()
             self._guard.become(State.BROKEN)
             self._guard.let_threads_go()
-            trouble = f"{late} native calls to {self._where} did not end within {self._close_timeout:g} s"
             if late:
-                raise StoreTimeoutError(f"{trouble}; the connection is left to the end of the process")
+                raise StoreTimeoutError(
+                    f"{late} native calls to {self._where} did not end within {self._close_timeout:g} s; the "
+                    "connection is left to the end of the process"
+                )
             logger.warning(
                 "%s does not answer; the connection is left to the end of the process, as closing it would stop all "
                 "threads for up to minutes",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import os
+from pathlib import Path
 from typing import Final, Protocol
 
 from ..errors import ConfigError, MissingLibraryError
@@ -60,6 +62,13 @@ class NativeStore(Protocol):
     def get_size(self, key: str) -> int: ...
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
     def remove_by_regex(self, pattern: str, force: bool) -> int: ...
+
+
+def library_folders() -> list[Path]:
+    """Where the package ``mooncake`` lies; none where it is not installed. Not by importing it: that may load the
+    native library."""
+    spec = importlib.util.find_spec("mooncake")
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
 def new_native_store() -> NativeStore:

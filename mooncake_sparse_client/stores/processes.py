@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import re
 import sys
-from pathlib import Path
 
 from ..errors import LocalProcessError, MissingLibraryError
 from ..waiting import settled
 from . import _guardian
-from .native import APT_LINE, INSTALL_LINES
+from .native import APT_LINE, INSTALL_LINES, library_folders
 
 PATIENCE = 5.0  # seconds for a process to end, then for what is killed; an owner's clean-up takes three
 _CLOSED = -1
@@ -141,10 +139,8 @@ def _remedy(library: str) -> str:
 
 
 def _find_program(name: str) -> str:
-    # Not by importing mooncake: that may load the native library into this process.
-    spec = importlib.util.find_spec("mooncake")
-    for directory in (spec and spec.submodule_search_locations) or ():
-        program = Path(directory, name)
+    for folder in library_folders():
+        program = folder / name
         if program.is_file():
             if not os.access(program, os.X_OK):
                 program.chmod(program.stat().st_mode | 0o111)

@@ -91,6 +91,12 @@ def open_shared_pool(native: NativeStore, config: MooncakeConfig) -> MemoryPool:
     return MemoryPool(view_at(address, size), partial(allocator.free, address))
 
 
+def read_nothing(native: NativeStore, address: int) -> int | None:
+    """The code of a read of what is not there to ``address``, which tells whether the owner knows the memory: where it
+    does, only the value is missing. None for no answer at all."""
+    return next(iter(native.batch_get_into([_MISSING_KEY], [address], [1])), None)
+
+
 def _share(native: NativeStore, address: int, size: int, owner: str) -> None:
     """Make the memory known to the owner, and see that values can move there."""
     code = native.register_buffer(address, size)
@@ -98,9 +104,10 @@ def _share(native: NativeStore, address: int, size: int, owner: str) -> None:
         raise ConnectError(
             f"{owner} did not take {size} bytes of shared memory: {codes.meaning_of(code).text} ({code}); {_HOW_TO}"
         )
-    code = next(iter(native.batch_get_into([_MISSING_KEY], [address], [1])), codes.INVALID_PARAMS)
-    if code == codes.OBJECT_NOT_FOUND:
+    found = read_nothing(native, address)
+    if found == codes.OBJECT_NOT_FOUND:
         return
+    code = codes.INVALID_PARAMS if found is None else found
     native.unregister_buffer(address)
     if codes.fails_whole_call(code):
         trouble = f"{codes.meaning_of(code).text} ({code}); is its master up?"

@@ -16,16 +16,16 @@ import logging
 import os
 import threading
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..errors import StoreUnavailableError
 from . import native_codes as codes
 from .free_memory import ROOT, free_memory
 from .native import NativeStore, host_allocator
+from .shared_setup import read_nothing
 
 logger = logging.getLogger(__name__)
 
-_MISSING_KEY: Final = "mooncake-sparse-client:nothing has this key"
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
@@ -76,9 +76,7 @@ class Sharing:
 
     def is_lost(self) -> bool:
         """Whether the owner answers, but does not know the memory. Runs on a thread."""
-        address = self._address + self.native.shift
-        code = next(iter(self._plain.batch_get_into([_MISSING_KEY], [address], [1])), 0)
-        return code == codes.INVALID_PARAMS
+        return read_nothing(self._plain, self._address + self.native.shift) == codes.INVALID_PARAMS
 
     def mend(self) -> bool:
         """Share the memory anew where the owner has lost it; whether that was so. Runs on a thread.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -16,7 +15,6 @@ import re
 import sys
 import time
 from collections.abc import Hashable
-from pathlib import Path
 from typing import Final
 
 from ..config import MooncakeConfig
@@ -24,7 +22,7 @@ from ..errors import ConfigError, ConnectError
 from ..waiting import settled
 from . import _trial
 from . import native_codes as codes
-from .native import missing_library
+from .native import library_folders, missing_library
 
 logger = logging.getLogger(__name__)
 
@@ -146,11 +144,10 @@ def _no_answer(config: MooncakeConfig, trouble: str) -> ConnectError:
 
 
 def _library_folder() -> str:
-    """Where the package ``mooncake`` lies. Not by importing it: that may load the native library."""
+    """What the trial must have on its path to import ``mooncake``."""
     try:
-        spec = importlib.util.find_spec("mooncake")
+        for folder in library_folders():
+            return str(folder.parent)
     except ImportError as error:
         raise missing_library(error) from error
-    for folder in (spec and spec.submodule_search_locations) or ():
-        return str(Path(folder).parent)
     raise missing_library(ModuleNotFoundError("No module named 'mooncake'"))
