@@ -5,14 +5,18 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 # Which build of the native library: mooncake-cpu, mooncake (CUDA 12) or mooncake-cuda13.
 MOONCAKE ?= mooncake-cpu
+# PyTorch for the model tests, as arguments of pip. PyPI's build for x86 has CUDA in it, gigabytes that these tests do not
+# use; "torch --index-url https://download.pytorch.org/whl/cpu" gets the small one where that can be reached.
+TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: help demo serve test test-faults soak lint format install system clean
+.PHONY: help demo serve test test-models test-faults soak lint format install system clean
 
 help:
 	@echo "make demo   replay a small workload on a local Mooncake (ARGS='--help' for more)"
 	@echo "make serve  run a local Mooncake to develop against"
 	@echo "make test   run the tests"
+	@echo "make test-models  real attention, stored and restored (installs PyTorch and transformers)"
 	@echo "make test-faults  kill, stop and damage a Mooncake under the client (ten minutes)"
 	@echo "make soak   random faults under load, ten minutes (ARGS='--minutes 1' for fewer)"
 	@echo "make lint   check style and types"
@@ -26,6 +30,9 @@ serve: install
 
 test: install
 	$(RUN) -m pytest $(ARGS)
+
+test-models: $(VENV)/models-installed
+	$(RUN) -m pytest -m models $(ARGS)
 
 test-faults: install
 	$(RUN) -m pytest -m faults $(ARGS)
@@ -48,6 +55,11 @@ $(VENV)/installed: pyproject.toml | system
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is %s; set PYTHON=" % sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[$(MOONCAKE),dev]'
+	touch $@
+
+$(VENV)/models-installed: $(VENV)/installed
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[$(MOONCAKE),dev,transformers]'
 	touch $@
 
 # What the native wheel links to, and what Debian leaves out of Python; installed only where missing.

@@ -1,0 +1,216 @@
+"""Hugging Face transformers: a model's layout, chunks out of its cache, and a hit back into one.
+
+::
+
+    kv = ModelKV(model.config)                                     # layers, groups, page sizes
+    client = SparseStoreClient.connect(kv.layout, model_name=..., dtype=kv.dtype)
+
+    sequence = client.sequence(token_ids)
+    hit = await client.lookup(sequence)
+    got = await client.get(hit)
+    cache = kv.restore(got)                                        # got.hit_length tokens are in it
+    capture = kv.capture(client.plan_put(sequence, hit=hit))       # what the put will want
+    logits = kv.prefill(model, token_ids, cache, capture)          # the rest
+    await client.put(sequence, capture, hit=hit)
+
+Text only: of one sequence, without padding, in a ``DynamicCache``. Everything here but the client's calls computes or
+copies, and belongs on the thread that runs the model. Needs the extra ``transformers``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..checks import whole_number
+from ..core.layout import KVCacheLayout
+from ..core.masks import BoolArray, needed_chunks
+from ..core.plans import PutPlan
+from ..core.results import GetResult
+from ..errors import InvalidBufferError, InvalidRequestError, MissingLibraryError
+
+try:
+    import torch
+    from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+
+    from .capture import ChunkCapture
+    from .model_geometry import GroupKV, LayerKV, geometry_from_config
+    from .window_layer import WindowLayer
+except ImportError as error:
+    raise MissingLibraryError(
+        f"PyTorch and transformers 5 are needed for this integration, and did not load: {error}; "
+        "install them with: pip install 'mooncake-sparse-client[transformers]'"
+    ) from error
+
+__all__ = ["ChunkCapture", "ModelKV", "cache_argument", "layout_from_config"]
+
+
+def layout_from_config(
+    config: PretrainedConfig,
+    block_size: int = 16,
+    *,
+    dtype: torch.dtype | str | None = None,
+    hash_block_size: int | None = None,
+) -> KVCacheLayout:
+    """The layout of a model's KV cache: a group for full attention, for each sliding window, for chunked attention.
+
+    ``block_size``: tokens a chunk, in every group. ``dtype``: of the cached numbers; default the config's own, else
+    float32. The page sizes are those of the whole model: one rank, all layers.
+
+    Raises ``InvalidLayoutError`` for what a prefix cache cannot serve, or is not described here: recurrent and
+    compressed layers, MLA, encoders, attention that looks ahead, rotary scaling that depends on the prompt's length.
+    """
+    return geometry_from_config(config, block_size, dtype, hash_block_size).layout
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the model's ``forward`` and ``generate`` call their cache: ``cache``, before transformers 5.20-odd
+    ``past_key_values``."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+class ModelKV:
+    """How one model's KV cache lies in chunks, and the ways from a cache to chunks and back.
+
+    The arguments are those of ``layout_from_config``.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        block_size: int = 16,
+        *,
+        dtype: torch.dtype | str | None = None,
+        hash_block_size: int | None = None,
+    ) -> None:
+        self._config = config
+        self._geometry = geometry_from_config(config, block_size, dtype, hash_block_size)
+
+    @property
+    def layout(self) -> KVCacheLayout:
+        return self._geometry.layout
+
+    @property
+    def dtype(self) -> str:
+        """The type of the cached numbers as the client wants it said, such as ``bfloat16``."""
+        return str(self._geometry.dtype).removeprefix("torch.")
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache for ``forward`` and ``generate`` whose windows can be captured by whole chunks.
+
+        It holds somewhat more than the library's own: in front of what the last forward computed, the tokens that the
+        window's chunks of the last two boundaries hold.
+        """
+        cache = DynamicCache(config=self._config)
+        for group in self._geometry.groups:
+            if group.spec.window:
+                kept = group.tail_tokens + self.layout.alignment
+                for layer in group.layers:
+                    cache.layers[layer.index] = WindowLayer(layer.window, kept)
+        return cache
+
+    def restore(self, got: GetResult, *, device: torch.device | str = "cpu") -> DynamicCache:
+        """A cache that has seen the first ``got.hit_length`` tokens, from the chunks that a ``get`` without a sink
+        answered, for a hit of a lookup without ``local_tokens``. A miss gives an empty cache.
+
+        ``generate`` and ``forward`` go on from it: the next token's position is ``got.hit_length``. Its tensors are
+        copies; ``device`` is where the model wants them.
+
+        Raises ``InvalidBufferError`` for chunks that are missing or of another size.
+        """
+        cache = self.new_cache()
+        length = self.layout.align(got.hit_length)
+        if length != got.hit_length:
+            raise InvalidRequestError(f"a hit of {got.hit_length} tokens is not of a layout of {length} and so on")
+        if not length:
+            return cache
+        for number, group in enumerate(self._geometry.groups):
+            chunks = needed_chunks(group.spec, length)
+            pages = _gather(got.chunks, number, chunks, group.spec.page_size_bytes or 0)
+            for layer, keys, values in self._unpack(group, pages, device):
+                kept = cache.layers[layer.index]
+                if isinstance(kept, WindowLayer):
+                    kept.fill(keys, values, length)
+                else:
+                    kept.update(keys, values)
+        return cache
+
+    def _unpack(
+        self, group: GroupKV, pages: torch.Tensor, device: torch.device | str
+    ) -> list[tuple[LayerKV, torch.Tensor, torch.Tensor]]:
+        """Each layer's keys and values ``[1, heads, tokens, head_dim]`` out of pages, one a row."""
+        size, count = group.spec.block_size, pages.shape[0]
+        offset, found = 0, []
+        for layer in group.layers:
+            part = layer.heads * size * layer.head_dim * self._geometry.dtype.itemsize
+            states = []
+            for _ in range(2):
+                numbers = pages[:, offset : offset + part].reshape(-1).view(self._geometry.dtype)
+                blocks = numbers.view(count, layer.heads, size, layer.head_dim).transpose(0, 1)
+                states.append(blocks.reshape(1, layer.heads, count * size, layer.head_dim).to(device))
+                offset += part
+            found.append((layer, states[0], states[1]))
+        return found
+
+    def capture(self, plan: PutPlan | Sequence[BoolArray]) -> ChunkCapture:
+        """A source for the put that ``plan`` is of (``client.plan_put``, with the arguments of the put), or for the
+        chunks of masks, one boolean array a group. What the request's own lookup saw in the store is left out."""
+        if isinstance(plan, PutPlan):
+            plan = tuple(mask & ~known for mask, known in zip(plan.store_masks, plan.known, strict=True))
+        if len(plan) != len(self._geometry.groups):
+            raise InvalidRequestError(
+                f"the plan has {len(plan)} groups, the model {len(self._geometry.groups)}: it is of another layout"
+            )
+        return ChunkCapture(self._geometry, plan)
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        token_ids: Sequence[int],
+        cache: DynamicCache,
+        capture: ChunkCapture | None = None,
+        *,
+        step_tokens: int = 1024,
+    ) -> torch.Tensor:
+        """Compute the tokens that ``cache`` has not seen, and answer the logits of the last one, ``[vocabulary]``.
+
+        In steps of at most ``step_tokens``, after each of which ``capture`` takes its chunks: a window's layers then
+        never hold more than a step, and yet each tail in front of a boundary to be kept is whole in one of them.
+
+        Raises ``InvalidRequestError`` if the cache has seen all of them already: the last token yields the logits.
+        """
+        step = whole_number(step_tokens, "step_tokens", InvalidRequestError, least=1)
+        seen = cache.get_seq_length()
+        if seen >= len(token_ids):
+            raise InvalidRequestError(
+                f"the cache has seen {seen} tokens and there are {len(token_ids)}: nothing is left to compute"
+            )
+        ids = torch.as_tensor(np.asarray(token_ids), dtype=torch.long, device=model.device)[None]
+        options: dict[str, object] = {cache_argument(model): cache, "use_cache": True}
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            options["logits_to_keep"] = 1
+        with torch.no_grad():
+            for start in range(seen, len(token_ids), step):
+                logits: torch.Tensor = model(ids[:, start : start + step], **options).logits
+                if capture is not None:
+                    capture.take(cache)
+        return logits[0, -1]
+
+
+def _gather(
+    chunks: Mapping[tuple[int, int], memoryview], group: int, wanted: range, page_size_bytes: int
+) -> torch.Tensor:
+    """The wanted chunks of a group, one a row."""
+    pages = np.empty((len(wanted), page_size_bytes), dtype=np.uint8)
+    for row, chunk in enumerate(wanted):
+        found = chunks.get((group, chunk))
+        if found is None or found.nbytes != page_size_bytes:
+            what = "is missing" if found is None else f"has {found.nbytes} bytes, not {page_size_bytes}"
+            raise InvalidBufferError(
+                f"chunk {chunk} of group {group} {what}: restore() wants the result of a get without `into`, of a hit "
+                "that was looked up without local_tokens, by a client with this model's layout"
+            )
+        pages[row] = np.frombuffer(found, dtype=np.uint8)
+    return torch.from_numpy(pages)
