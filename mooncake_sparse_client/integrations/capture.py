@@ -73,10 +73,10 @@ class ChunkCapture:
         for layer in group.layers:
             kept = cache.layers[layer.index]
             behind = kept.get_seq_length() - end_token
-            part = layer.heads * size * layer.head_dim * self._geometry.dtype.itemsize
-            for states in (kept.keys, kept.values):
+            for states, head_dim in zip((kept.keys, kept.values), layer.head_dims, strict=True):
+                part = layer.heads * size * head_dim * self._geometry.dtype.itemsize
                 rows = states[0].narrow(-2, states.shape[-2] - behind - count * size, count * size)
-                blocks = rows.reshape(layer.heads, count, size, layer.head_dim).transpose(0, 1)
+                blocks = rows.reshape(layer.heads, count, size, head_dim).transpose(0, 1)
                 place = pages[:, offset : offset + part].view(self._geometry.dtype)
                 place.view(blocks.shape).copy_(blocks)
                 offset += part
@@ -121,8 +121,8 @@ def _layer_of(cache: Cache, layer: LayerKV) -> DynamicLayer:
 
 
 def _check_states(kept: DynamicLayer, layer: LayerKV, dtype: torch.dtype) -> None:
-    for states in (kept.keys, kept.values):
-        expected = (1, layer.heads, states.shape[-2], layer.head_dim)
+    for states, head_dim in zip((kept.keys, kept.values), layer.head_dims, strict=True):
+        expected = (1, layer.heads, states.shape[-2], head_dim)
         if tuple(states.shape) != expected or states.dtype != dtype:
             raise InvalidBufferError(
                 f"layer {layer.index} of the cache holds {states.dtype} of shape {tuple(states.shape)}, but the layout "

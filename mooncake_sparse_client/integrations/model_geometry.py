@@ -8,7 +8,7 @@ their positions in them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,13 @@ class LayerKV:
     kind: str
     window: int
     heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Numbers a token and head: of keys, of values."""
+        return self.key_dim, self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ def _spec(kind: str, window: int, block_size: int, page_size_bytes: int) -> Grou
 
 
 def _page_bytes(layers: Iterable[LayerKV], block_size: int, dtype: torch.dtype) -> int:
-    return sum(2 * layer.heads * block_size * layer.head_dim * dtype.itemsize for layer in layers)
+    return sum(layer.heads * block_size * sum(layer.head_dims) * dtype.itemsize for layer in layers)
 
 
 def _number_type(dtype: object) -> torch.dtype:
@@ -113,18 +119,27 @@ def _check_prefixes_stand_alone(config: PretrainedConfig, text: PretrainedConfig
     name = type(text).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise InvalidLayoutError(f"{name}.is_encoder_decoder: a decoder's cache depends on the encoder's input too")
-    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        raise InvalidLayoutError(f"{name} is not causal: what it caches of a prefix depends on what follows")
-    if getattr(text, "cross_attention_layers", None):
-        raise InvalidLayoutError(f"{name}.cross_attention_layers: their cache is of images, and not described here")
-    if getattr(text, "kv_lora_rank", None):
-        raise InvalidLayoutError(f"{name}.kv_lora_rank: the cache of MLA is not described here; write the layout out")
-    for rope in _ropes(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)):
-        if rope in _LENGTH_DEPENDENT_ROPE:
+    for layer in _layer_configs(text):
+        causal = getattr(layer, "is_causal", True) and getattr(layer, "is_decoder", True)
+        if not causal or getattr(layer, "use_bidirectional_attention", None) in (True, "all"):
+            raise InvalidLayoutError(f"{name} is not causal: what it caches of a prefix depends on what follows")
+        if getattr(layer, "cross_attention_layers", None):
+            raise InvalidLayoutError(f"{name}.cross_attention_layers: they cache images, which is not described here")
+        if getattr(layer, "kv_lora_rank", None):
             raise InvalidLayoutError(
-                f"{name}.rope_parameters: with rope type {rope!r} the keys of a prefix depend on how long the prompt "
-                "is, so that they cannot serve another one"
+                f"{name}.kv_lora_rank: what MLA caches is not described here; write its layout out"
             )
+        for rope in _ropes(getattr(layer, "rope_parameters", None) or getattr(layer, "rope_scaling", None)):
+            if rope in _LENGTH_DEPENDENT_ROPE:
+                raise InvalidLayoutError(
+                    f"{name}.rope_parameters: with rope type {rope!r} the keys of a prefix depend on how long the "
+                    "prompt is, so that they cannot serve another one"
+                )
+
+
+def _layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
+    """The config as each layer sees it, where they differ; else the one that all of them share."""
+    return getattr(config, "per_layer_config", None) or [config]
 
 
 def _ropes(parameters: object) -> list[str]:
@@ -144,9 +159,9 @@ def _layers(config: PretrainedConfig) -> list[LayerKV]:
         raise InvalidLayoutError(f"transformers makes no cache from {name}: {error!r}") from error
     types = getattr(config, "layer_types", None)
     chunked = getattr(config, "attention_chunk_size", None) is not None
-    own_configs = getattr(config, "per_layer_config", None) or [config] * len(kept)
+    configs = _layer_configs(config)
     layers = []
-    for index, (layer, own) in enumerate(zip(kept, own_configs, strict=True)):
+    for index, layer in enumerate(kept):
         if type(layer).__name__ == _NO_CACHE:
             continue
         layer_type = types[index] if types else ""
@@ -160,13 +175,12 @@ def _layers(config: PretrainedConfig) -> list[LayerKV]:
                 f"{name}: layer {index} ({layer_type or 'of no given type'}) is kept as {type(layer).__name__}, which "
                 "is not described here; full, sliding-window and chunked attention are"
             )
-        heads, head_dim = _shape(own, name)
-        layers.append(LayerKV(index, kind, window, heads, head_dim))
+        layers.append(LayerKV(index, kind, window, *_shape(configs[index % len(configs)], name)))
     return layers
 
 
-def _shape(config: PretrainedConfig, name: str) -> tuple[int, int]:
-    """Heads of keys and values, and the numbers in each."""
+def _shape(config: PretrainedConfig, name: str) -> tuple[int, int, int]:
+    """Heads of keys and values, and the numbers in each: of keys, of values."""
     attention_heads = getattr(config, "num_attention_heads", None)
     heads = getattr(config, "num_key_value_heads", None) or attention_heads
     head_dim = getattr(config, "head_dim", None)
@@ -177,4 +191,4 @@ def _shape(config: PretrainedConfig, name: str) -> tuple[int, int]:
             f"{name} does not say how large its keys are: it has no num_key_value_heads and head_dim, nor "
             "num_attention_heads and hidden_size"
         )
-    return int(heads), int(head_dim)
+    return int(heads), int(head_dim), int(getattr(config, "v_head_dim", None) or head_dim)

@@ -144,12 +144,12 @@ class ModelKV:
         size, count = group.spec.block_size, pages.shape[0]
         offset, found = 0, []
         for layer in group.layers:
-            part = layer.heads * size * layer.head_dim * self._geometry.dtype.itemsize
             states = []
-            for _ in range(2):
+            for head_dim in layer.head_dims:
+                part = layer.heads * size * head_dim * self._geometry.dtype.itemsize
                 numbers = pages[:, offset : offset + part].reshape(-1).view(self._geometry.dtype)
-                blocks = numbers.view(count, layer.heads, size, layer.head_dim).transpose(0, 1)
-                states.append(blocks.reshape(1, layer.heads, count * size, layer.head_dim).to(device))
+                blocks = numbers.view(count, layer.heads, size, head_dim).transpose(0, 1)
+                states.append(blocks.reshape(1, layer.heads, count * size, head_dim).to(device))
                 offset += part
             found.append((layer, states[0], states[1]))
         return found
