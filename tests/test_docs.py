@@ -94,10 +94,13 @@ def test_pages_have_python_to_run() -> None:
         "errors.md",
         "keys.md",
         "memory.md",
+        "own-engine.md",
         "performance.md",
         "reference.md",
         "resilience.md",
         "security.md",
+        "serving.md",
+        "transformers.md",
     }
     assert sum(len(blocks_of(page)) for page in PAGES) > len(PAGES)
 

@@ -38,6 +38,14 @@ EXAMPLES = {
         r"got 192 tokens, 458752 bytes, into blocks \[\[(\d+, ){11}\d+\], \[(\d+, ){11}\d+\]\]",
         r"every value is right, and no other block was touched",
     ],
+    "own_engine.py": [
+        r"Ann: 0 of 275 tokens were in the store",
+        r"Ben: 0 of 250 tokens were in the store",
+        # Side by side.
+        r"(Cem: 192 of 290|Ann again: 288 of 345) tokens were in the store",
+        r"(Cem: 192 of 290|Ann again: 288 of 345) tokens were in the store",
+        r"every answer is that of the engine without a store, to the last of 40 tokens",
+    ],
     "why.py": [
         r"keeps 58 of 100 chunks of tokens 0 to 800",
         r"1 sliding_window +16 +0 +8 +42 +3,144 +16,506",
@@ -77,6 +85,9 @@ EXAMPLES = {
     ],
 }
 
+#: Those that want PyTorch and transformers; `tests/models` runs them.
+MODEL_EXAMPLES = {"serving_client.py", "serving_stack.py", "two_processes.py"}
+
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -98,7 +109,7 @@ def assert_says(output: str, patterns: Sequence[str]) -> None:
 
 
 def test_every_example_is_listed() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | MODEL_EXAMPLES
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +127,7 @@ def test_example(name: str, runs: dict[str, Future[subprocess.CompletedProcess[s
     assert_says(done.stdout, EXAMPLES[name])
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*EXAMPLES, *sorted(MODEL_EXAMPLES)])
 def test_an_example_says_how_to_run_it(name: str) -> None:
     assert f"python examples/{name}" in (ROOT / "examples" / name).read_text().split('"""')[1]
 

@@ -9,7 +9,7 @@
     hit = await client.lookup(sequence)
     got = await client.get(hit)
     cache = kv.restore(got)                                        # got.hit_length tokens are in it
-    capture = kv.capture(client.plan_put(sequence, hit=hit))       # what the put will want
+    capture = kv.capture(client.plan_put(sequence, hit=hit), got)  # what the put will want
     logits = kv.prefill(model, token_ids, cache, capture)          # the rest
     await client.put(sequence, capture, hit=hit)
 
@@ -154,16 +154,24 @@ class ModelKV:
             found.append((layer, states[0], states[1]))
         return found
 
-    def capture(self, plan: PutPlan | Sequence[BoolArray]) -> ChunkCapture:
-        """A source for the put that ``plan`` is of (``client.plan_put``, with the arguments of the put), or for the
-        chunks of masks, one boolean array a group. What the request's own lookup saw in the store is left out."""
-        if isinstance(plan, PutPlan):
-            plan = tuple(mask & ~known for mask, known in zip(plan.store_masks, plan.known, strict=True))
-        if len(plan) != len(self._geometry.groups):
+    def capture(self, plan: PutPlan | Sequence[BoolArray], got: GetResult | None = None) -> ChunkCapture:
+        """A source for the put that ``plan`` is of: ``client.plan_put``, with the arguments of the put.
+
+        What the plan's ``hit`` saw in the store is left out, but for what ``got``, the request's own get, has lost:
+        the put will ask for that again. In place of a plan, masks will do, one boolean array a group.
+        """
+        masks = [mask.copy() for mask in (plan.store_masks if isinstance(plan, PutPlan) else plan)]
+        if len(masks) != len(self._geometry.groups):
             raise InvalidRequestError(
-                f"the plan has {len(plan)} groups, the model {len(self._geometry.groups)}: it is of another layout"
+                f"the plan has {len(masks)} groups, the model {len(self._geometry.groups)}: it is of another layout"
             )
-        return ChunkCapture(self._geometry, plan)
+        if isinstance(plan, PutPlan):
+            lost = {failure[:2] for failure in got.failures} if got is not None else set()
+            for group, (mask, known) in enumerate(zip(masks, plan.known, strict=True)):
+                mask &= ~known
+                for chunk in np.flatnonzero(known):
+                    mask[chunk] = (group, int(chunk)) in lost
+        return ChunkCapture(self._geometry, masks)
 
     def prefill(
         self,
