@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -301,9 +302,7 @@ def test_a_prefill_of_nothing_is_refused() -> None:
 
 async def test_a_put_takes_what_was_captured_while_the_cache_grows_on() -> None:
     """What a hit saw is not captured again, and a chunk that was never whole is unavailable, not wrong."""
-    import asyncio
-
-    model = build("gemma-3")
+    model = await asyncio.to_thread(build, "gemma-3")
     kv = ModelKV(model.config, BLOCK)
     client = SparseStoreClient(MemoryStore(), kv.layout, model_name="m", dtype=kv.dtype, retention_interval=None)
     first = client.sequence(TOKENS[:160])

@@ -29,7 +29,7 @@ async def test_the_blocks_of_the_page_run_one_after_another() -> None:
         "token_ids": token_ids,
         "ids": torch.tensor([token_ids]),
     }
-    blocks = re.findall(r"^```python notest\n([\s\S]*?)^```$", PAGE.read_text(), re.MULTILINE)
+    blocks = re.findall(r"^```python notest\n([\s\S]*?)^```$", await asyncio.to_thread(PAGE.read_text), re.MULTILINE)
     assert len(blocks) == 2
     for block in blocks:
         code = compile(block, str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

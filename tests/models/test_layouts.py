@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import BLOCK, KINDS, build, tokens_of
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     FalconConfig,
     Gemma3TextConfig,
@@ -123,8 +124,6 @@ def test_arguments_that_cannot_be_are_refused() -> None:
 
 def test_a_config_that_says_less_than_its_model_caches_is_noticed_before_anything_is_stored() -> None:
     """Falcon's config has 4 heads, of which its keys and values have one."""
-    from transformers import AutoModelForCausalLM
-
     config = FalconConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=256)
     kv = ModelKV(config)
     model = AutoModelForCausalLM.from_config(config).eval()
