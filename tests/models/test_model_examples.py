@@ -1,0 +1,84 @@
+"""The examples that run a model say what they promise to say, as their readers run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.models, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).parent.parent.parent
+#: What each example prints, as patterns in the order of its lines.
+MODEL_EXAMPLES = {
+    "two_processes.py": [
+        r"a master serves at 127\.0\.0\.1:\d+, an owner process holds 256 MiB",
+        r"the first process: 66 chunks written, 58 never offered",
+        r"the second process: 992 of 1000 tokens restored, 573440 bytes",
+        r"both say the same 24 tokens: (\d+ ?){24}\n",
+    ],
+    "serving_client.py": [
+        r"warming up: first token after \d+ ms; 0 of 300 tokens were restored",
+        r"cold: first token after \d+ ms; 0 of 4060 tokens were restored",
+        r"warm: first token after \d+ ms; 4000 of 4060 tokens were restored",
+        # The second prompt and all of the answer but its last token: whole blocks of them.
+        r"second turn: first token after \d+ ms; 4080 of 4124 tokens were restored",
+        r"8080 tokens restored, 4556 computed",
+        r"store ok: True, requests without it: 0",
+    ],
+}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def assert_says(output: str, patterns: Sequence[str]) -> None:
+    position = 0
+    for pattern in patterns:
+        found = re.compile(pattern).search(output, position)
+        assert found, f"no {pattern!r} from here on: {output[position:]!r}"
+        position = found.end()
+
+
+@pytest.mark.parametrize("name", MODEL_EXAMPLES)
+def test_a_model_example(name: str, native_library: None) -> None:
+    done = run(f"examples/{name}")
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert_says(done.stdout, MODEL_EXAMPLES[name])
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers", "aiohttp"])
+def test_the_server_says_in_a_line_what_it_lacks(missing: str) -> None:
+    without = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_path('examples/serving_stack.py')"
+    done = run("-c", without)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert missing in done.stderr
+    assert "pip install 'mooncake-sparse-client[transformers]'" in done.stderr
+
+
+def test_the_client_ends_with_its_server(tmp_path: Path) -> None:
+    """Where the server does not start, its own line is the last one."""
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    done = run(
+        "-c",
+        f"import os, runpy, sys; os.environ['PYTHONPATH'] += ':{tmp_path}'; sys.argv = ['client']; "
+        "runpy.run_path('examples/serving_client.py', run_name='__main__')",
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "no torch here" in done.stderr
