@@ -9,7 +9,9 @@
     hit = await client.lookup(sequence)
     got = await client.get(hit)
     cache = kv.restore(got)                                        # got.hit_length tokens are in it
-    capture = kv.capture(client.plan_put(sequence, hit=hit), got)  # what the put will want
+    if got.hit_length < hit.hit_length:
+        hit = None                                                 # what it saw is gone in part
+    capture = kv.capture(client.plan_put(sequence, hit=hit))       # what the put will want
     logits = kv.prefill(model, token_ids, cache, capture)          # the rest
     await client.put(sequence, capture, hit=hit)
 
@@ -20,7 +22,7 @@ copies, and belongs on the thread that runs the model. Needs the extra ``transfo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -66,8 +68,8 @@ def layout_from_config(
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """What the model's ``forward`` and ``generate`` call their cache: ``cache``, before transformers 5.20-odd
-    ``past_key_values``."""
+    """What the model's ``forward`` and ``generate`` call their cache: ``cache``, or ``past_key_values`` in earlier
+    versions of transformers 5."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -121,9 +123,12 @@ class ModelKV:
         Raises ``InvalidBufferError`` for chunks that are missing or of another size.
         """
         cache = self.new_cache()
-        length = self.layout.align(got.hit_length)
-        if length != got.hit_length:
-            raise InvalidRequestError(f"a hit of {got.hit_length} tokens is not of a layout of {length} and so on")
+        length = got.hit_length
+        if length % self.layout.alignment:
+            raise InvalidRequestError(
+                f"a hit of {length} tokens is none of this model's layout, whose hits are multiples of "
+                f"{self.layout.alignment}"
+            )
         if not length:
             return cache
         for number, group in enumerate(self._geometry.groups):
@@ -139,10 +144,9 @@ class ModelKV:
 
     def _unpack(
         self, group: GroupKV, pages: torch.Tensor, device: torch.device | str
-    ) -> list[tuple[LayerKV, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[LayerKV, torch.Tensor, torch.Tensor]]:
         """Each layer's keys and values ``[1, heads, tokens, head_dim]`` out of pages, one a row."""
-        size, count = group.spec.block_size, pages.shape[0]
-        offset, found = 0, []
+        size, count, offset = group.spec.block_size, pages.shape[0], 0
         for layer in group.layers:
             states = []
             for head_dim in layer.head_dims:
@@ -151,27 +155,21 @@ class ModelKV:
                 blocks = numbers.view(count, layer.heads, size, head_dim).transpose(0, 1)
                 states.append(blocks.reshape(1, layer.heads, count * size, head_dim).to(device))
                 offset += part
-            found.append((layer, states[0], states[1]))
-        return found
+            yield layer, states[0], states[1]
 
-    def capture(self, plan: PutPlan | Sequence[BoolArray], got: GetResult | None = None) -> ChunkCapture:
+    def capture(self, plan: PutPlan | Sequence[BoolArray]) -> ChunkCapture:
         """A source for the put that ``plan`` is of: ``client.plan_put``, with the arguments of the put.
 
-        What the plan's ``hit`` saw in the store is left out, but for what ``got``, the request's own get, has lost:
-        the put will ask for that again. In place of a plan, masks will do, one boolean array a group.
+        What the plan's ``hit`` saw in the store is left out: where the get came back shorter than the hit, plan and
+        put without it. In place of a plan, masks will do, one boolean array a group.
         """
-        masks = [mask.copy() for mask in (plan.store_masks if isinstance(plan, PutPlan) else plan)]
-        if len(masks) != len(self._geometry.groups):
-            raise InvalidRequestError(
-                f"the plan has {len(masks)} groups, the model {len(self._geometry.groups)}: it is of another layout"
-            )
         if isinstance(plan, PutPlan):
-            lost = {failure[:2] for failure in got.failures} if got is not None else set()
-            for group, (mask, known) in enumerate(zip(masks, plan.known, strict=True)):
-                mask &= ~known
-                for chunk in np.flatnonzero(known):
-                    mask[chunk] = (group, int(chunk)) in lost
-        return ChunkCapture(self._geometry, masks)
+            plan = [mask & ~known for mask, known in zip(plan.store_masks, plan.known, strict=True)]
+        if len(plan) != len(self._geometry.groups):
+            raise InvalidRequestError(
+                f"the plan has {len(plan)} groups, the model {len(self._geometry.groups)}: it is of another layout"
+            )
+        return ChunkCapture(self._geometry, plan)
 
     def prefill(
         self,
@@ -195,12 +193,12 @@ class ModelKV:
             raise InvalidRequestError(
                 f"the cache has seen {seen} tokens and there are {len(token_ids)}: nothing is left to compute"
             )
-        ids = torch.as_tensor(np.asarray(token_ids), dtype=torch.long, device=model.device)[None]
+        ids = torch.as_tensor(np.asarray(token_ids[seen:]), dtype=torch.long, device=model.device)[None]
         options: dict[str, object] = {cache_argument(model): cache, "use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             options["logits_to_keep"] = 1
         with torch.no_grad():
-            for start in range(seen, len(token_ids), step):
+            for start in range(0, ids.shape[1], step):
                 logits: torch.Tensor = model(ids[:, start : start + step], **options).logits
                 if capture is not None:
                     capture.take(cache)
