@@ -190,9 +190,9 @@ class PrefixCache:
             reasons = Counter(failure.reason for failure in turn.got.failures)
             self.counters.update({f"chunks_lost_{reason}": count for reason, count in reasons.items()})
             self.counters.update(f"limited_by_group_{group}" for group in turn.hit.report.limited_by)
-            # With when_down="miss", a lookup that could not ask says so by having sent no request.
-            unasked = turn.hit.report.cap > 0 and not turn.hit.requests
-            trouble = next((reason for reason in OUT_OF_REACH if reason in reasons), "down" if unasked else "")
+            # With when_down="miss", a store that could not be reached raises nothing: its results say so.
+            trouble = next((reason for reason in OUT_OF_REACH if reason in reasons), "")
+            trouble = trouble or ("" if turn.hit.answered else "down")
             self.counters["tokens_restored"] += turn.got.hit_length
             if turn.got.hit_length < turn.hit.hit_length:
                 turn.hit = None  # part of what it saw is gone: let the puts ask for all, and fill every hole

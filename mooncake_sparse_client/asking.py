@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -40,8 +41,9 @@ class Asker:
         return self._hit(search, hashes, num_tokens, asked_at)
 
     def nothing(self, hashes: Hashes, num_tokens: int, local_tokens: int) -> PrefixHit:
-        """The hit of a store that has nothing, or was not asked."""
-        return self._hit(self.search(num_tokens, local_tokens), hashes, num_tokens, time.monotonic())
+        """The hit of a store that has not answered, and so counts as one that has nothing."""
+        hit = self._hit(self.search(num_tokens, local_tokens), hashes, num_tokens, time.monotonic())
+        return replace(hit, answered=False)
 
     def again(self, hit: PrefixHit) -> HitSearch:
         """The search that ended with ``hit``, to be gone on with."""

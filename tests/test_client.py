@@ -1608,6 +1608,7 @@ async def test_a_store_out_of_reach_may_count_as_empty() -> None:
         spy.down = down()
         nothing = await client.lookup(sequence, local_tokens=40)
         assert (nothing.hit_length, nothing.keys_asked) == (32, 0)
+        assert (hit.answered, nothing.answered) == (True, False)
         assert indices(nothing.load_masks) == [[], []]
         assert (await client.get(nothing)).hit_length == 32
         got = await client.get(hit)

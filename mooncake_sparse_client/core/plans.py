@@ -61,6 +61,8 @@ class PrefixHit:
     keys_asked: int
     #: Questions that were put one after another. What concurrent lookups ask at a time travels together.
     requests: int
+    #: False where the store could not be reached, and counts as one that has nothing (``when_down="miss"``).
+    answered: bool = True
 
     @property
     def present(self) -> tuple[BoolArray, ...]:
