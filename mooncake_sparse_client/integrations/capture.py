@@ -75,7 +75,7 @@ class ChunkCapture:
             behind = kept.get_seq_length() - end_token
             for states, head_dim in zip((kept.keys, kept.values), layer.head_dims, strict=True):
                 part = layer.heads * size * head_dim * self._geometry.dtype.itemsize
-                rows = states[0].narrow(-2, states.shape[-2] - behind - count * size, count * size)
+                rows = states.detach()[0].narrow(-2, states.shape[-2] - behind - count * size, count * size)
                 blocks = rows.reshape(layer.heads, count, size, head_dim).transpose(0, 1)
                 place = pages[:, offset : offset + part].view(self._geometry.dtype)
                 place.view(blocks.shape).copy_(blocks)

@@ -324,3 +324,14 @@ async def test_a_put_takes_what_was_captured_while_the_cache_grows_on() -> None:
     put = await putting
     assert put.written.chunks == 16
     assert (await client.lookup(sequence)).hit_length == 288
+
+
+def test_a_cache_that_was_computed_with_gradients_is_captured_alike() -> None:
+    truth = Truth("gemma-3")
+    cache = truth.kv.new_cache()
+    truth.model(torch.tensor([TOKENS]), **{cache_argument(truth.model): cache})
+    assert cache.layers[0].keys.requires_grad
+    capture = truth.kv.capture(truth.masks)
+    capture.take(cache)
+    assert not any(mask.any() for mask in capture.missing)
+    assert_right(truth, capture)
