@@ -57,7 +57,9 @@ def connected(kv: ModelKV, address: str) -> SparseStoreClient:
 def answer(model: PreTrainedModel, cache: object) -> list[int]:
     """Greedy tokens behind the prompt, of which the cache has a part already."""
     ids = torch.tensor([PROMPT])
-    said = model.generate(ids, **{cache_argument(model): cache}, max_new_tokens=ANSWER, do_sample=False)
+    # Without a mask, `generate` would take tokens that are the pad token for padding.
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": ANSWER, "do_sample": False}
+    said = model.generate(ids, **{cache_argument(model): cache}, **options)
     return said[0, len(PROMPT) :].tolist()
 
 

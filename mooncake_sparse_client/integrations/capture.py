@@ -28,6 +28,7 @@ class ChunkCapture:
         self._geometry = geometry
         self._wanted = [np.array(mask, dtype=np.bool_) for mask in wanted]
         self._taken: dict[tuple[int, int], NDArray[np.uint8]] = {}
+        self._seen = 0
 
     def __call__(self, group: int, chunk: int) -> NDArray[np.uint8] | None:
         return self._taken.get((group, chunk))
@@ -49,11 +50,19 @@ class ChunkCapture:
         ``ModelKV.new_cache`` and ``restore`` hold whole what the last forward computed, and the windows before it;
         the library's own hold only what a window sees. Call it on the thread that runs the model.
 
-        Raises ``InvalidBufferError`` for a cache of another model, type or batch.
+        Raises ``InvalidBufferError`` for a cache of another model, type or batch, and for one from which tokens have
+        been taken back since: their chunks may have been taken already.
         """
         before = len(self._taken)
-        for number, group in enumerate(self._geometry.groups):
-            length, first = self._held(cache, group)
+        held = [self._held(cache, group) for group in self._geometry.groups]
+        seen = min(length for length, _ in held)
+        if seen < self._seen:
+            raise InvalidBufferError(
+                f"the cache has seen {seen} tokens, and had seen {self._seen} when chunks were last taken: go on with "
+                "a new capture, since chunks of the tokens that were taken back may be in this one"
+            )
+        self._seen = seen
+        for number, (group, (length, first)) in enumerate(zip(self._geometry.groups, held, strict=True)):
             size = group.spec.block_size
             mask = self._wanted[number]
             chunks = np.flatnonzero(mask[: length // size])

@@ -14,6 +14,11 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from ..checks import whole_number
 from ..core.layout import (
@@ -75,10 +80,15 @@ def geometry_from_config(
     config: PretrainedConfig, block_size: int, dtype: torch.dtype | str | None, hash_block_size: int | None
 ) -> ModelGeometry:
     """See ``layout_from_config``. Raises ``InvalidLayoutError``, naming the config's field at fault."""
-    text = config.get_text_config(decoder=True)
-    _check_prefixes_stand_alone(config, text)
     size = whole_number(block_size, "block_size", InvalidLayoutError, least=1)
-    number = _number_type(dtype if dtype is not None else getattr(text, "dtype", None) or torch.float32)
+    if not isinstance(config, PretrainedConfig):
+        raise InvalidLayoutError(f"config must be a config of transformers, such as model.config, not {config!r}")
+    text = config.get_text_config(decoder=True)
+    _check_it_is_a_decoder(config, text)
+    for layer_config in _layer_configs(text):
+        _check_prefixes_stand_alone(layer_config, type(text).__name__)
+    said = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None)
+    number = _number_type(said or torch.float32)
     by_kind: dict[tuple[str, int], list[LayerKV]] = {}
     for layer in _layers(text):
         by_kind.setdefault((layer.kind, layer.window), []).append(layer)
@@ -106,7 +116,7 @@ def _page_bytes(layers: Iterable[LayerKV], block_size: int, dtype: torch.dtype) 
 
 
 def _number_type(dtype: object) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise InvalidLayoutError(
             f"dtype must be a floating type of torch, such as torch.bfloat16 or 'float32', not {dtype!r}"
@@ -114,32 +124,42 @@ def _number_type(dtype: object) -> torch.dtype:
     return found
 
 
-def _check_prefixes_stand_alone(config: PretrainedConfig, text: PretrainedConfig) -> None:
-    """Raises unless what is cached of a token depends on that token and those before it alone."""
+def _check_it_is_a_decoder(config: PretrainedConfig, text: PretrainedConfig) -> None:
+    """Raises for a model that is known to generate no text; one that the library does not know may do."""
     name = type(text).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise InvalidLayoutError(f"{name}.is_encoder_decoder: a decoder's cache depends on the encoder's input too")
-    for layer in _layer_configs(text):
-        causal = getattr(layer, "is_causal", True) and getattr(layer, "is_decoder", True)
-        if not causal or getattr(layer, "use_bidirectional_attention", None) in (True, "all"):
-            raise InvalidLayoutError(f"{name} is not causal: what it caches of a prefix depends on what follows")
-        if getattr(layer, "cross_attention_layers", None):
-            raise InvalidLayoutError(f"{name}.cross_attention_layers: they cache images, which is not described here")
-        if getattr(layer, "kv_lora_rank", None):
+    kinds = {config.model_type, text.model_type}
+    generates = kinds & (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys())
+    if not generates and config.model_type in CONFIG_MAPPING_NAMES:
+        raise InvalidLayoutError(f"{name}: transformers has no model of type {config.model_type!r} that generates text")
+
+
+def _check_prefixes_stand_alone(config: PretrainedConfig, name: str) -> None:
+    """Raises unless what a layer caches of a token depends on that token and those before it alone."""
+    # Encoders that can be made decoders say which of both they are; elsewhere the field means nothing.
+    encoder = getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention")
+    looks_ahead = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if encoder or looks_ahead or not getattr(config, "is_causal", True):
+        raise InvalidLayoutError(f"{name} is not causal: what it caches of a prefix depends on what follows")
+    if getattr(config, "cross_attention_layers", None):
+        raise InvalidLayoutError(f"{name}.cross_attention_layers: they cache images, which is not described here")
+    if getattr(config, "kv_lora_rank", None):
+        raise InvalidLayoutError(f"{name}.kv_lora_rank: what MLA caches is not described here; write its layout out")
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        if rope in _LENGTH_DEPENDENT_ROPE:
             raise InvalidLayoutError(
-                f"{name}.kv_lora_rank: what MLA caches is not described here; write its layout out"
+                f"{name}.rope_parameters: with rope type {rope!r} the keys of a prefix depend on how long the "
+                "prompt is, so that they cannot serve another one"
             )
-        for rope in _ropes(getattr(layer, "rope_parameters", None) or getattr(layer, "rope_scaling", None)):
-            if rope in _LENGTH_DEPENDENT_ROPE:
-                raise InvalidLayoutError(
-                    f"{name}.rope_parameters: with rope type {rope!r} the keys of a prefix depend on how long the "
-                    "prompt is, so that they cannot serve another one"
-                )
 
 
 def _layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
     """The config as each layer sees it, where they differ; else the one that all of them share."""
-    return getattr(config, "per_layer_config", None) or [config]
+    try:
+        return getattr(config, "per_layer_config", None) or [config]
+    except AttributeError as error:
+        raise InvalidLayoutError(f"{type(config).__name__} says nothing of the layers of a decoder: {error}") from error
 
 
 def _ropes(parameters: object) -> list[str]:
@@ -147,7 +167,7 @@ def _ropes(parameters: object) -> list[str]:
     if not isinstance(parameters, Mapping):
         return []
     nested = [found for value in parameters.values() for found in _ropes(value)]
-    return [str(parameters.get("rope_type", parameters.get("type", "default"))), *nested]
+    return [str(parameters.get("rope_type", "default")), *nested]
 
 
 def _layers(config: PretrainedConfig) -> list[LayerKV]:
@@ -155,7 +175,7 @@ def _layers(config: PretrainedConfig) -> list[LayerKV]:
     name = type(config).__name__
     try:
         kept = DynamicCache(config=config).layers
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # what it raises for one that it cannot make
         raise InvalidLayoutError(f"transformers makes no cache from {name}: {error!r}") from error
     types = getattr(config, "layer_types", None)
     chunked = getattr(config, "attention_chunk_size", None) is not None
@@ -186,9 +206,9 @@ def _shape(config: PretrainedConfig, name: str) -> tuple[int, int, int]:
     head_dim = getattr(config, "head_dim", None)
     if not head_dim and attention_heads and getattr(config, "hidden_size", None):
         head_dim = config.hidden_size // attention_heads
-    if not heads or not head_dim:
+    if not isinstance(heads, int) or not isinstance(head_dim, int) or heads < 1 or head_dim < 1:
         raise InvalidLayoutError(
             f"{name} does not say how large its keys are: it has no num_key_value_heads and head_dim, nor "
             "num_attention_heads and hidden_size"
         )
-    return int(heads), int(head_dim), int(getattr(config, "v_head_dim", None) or head_dim)
+    return heads, head_dim, getattr(config, "v_head_dim", None) or head_dim

@@ -31,11 +31,12 @@ from ..core.layout import KVCacheLayout
 from ..core.masks import BoolArray, needed_chunks
 from ..core.plans import PutPlan
 from ..core.results import GetResult
-from ..errors import InvalidBufferError, InvalidRequestError, MissingLibraryError
+from ..errors import InvalidBufferError, InvalidRequestError, InvalidTokensError, MissingLibraryError
 
 try:
     import torch
-    from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+    import transformers
+    from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 
     from .capture import ChunkCapture
     from .model_geometry import GroupKV, LayerKV, geometry_from_config
@@ -45,6 +46,12 @@ except ImportError as error:
         f"PyTorch and transformers 5 are needed for this integration, and did not load: {error}; "
         "install them with: pip install 'mooncake-sparse-client[transformers]'"
     ) from error
+
+# Before, it kept some recurrent states as if they were attention, and took tokens back by another rule.
+if not hasattr(WindowLayer, "activate_past_recording"):
+    raise MissingLibraryError(
+        f"transformers {transformers.__version__} is too old for this integration: install transformers 5.18 or later"
+    )
 
 __all__ = ["ChunkCapture", "ModelKV", "cache_argument", "layout_from_config"]
 
@@ -69,8 +76,12 @@ def layout_from_config(
 
 def cache_argument(model: PreTrainedModel) -> str:
     """What the model's ``forward`` and ``generate`` call their cache: ``cache``, or ``past_key_values`` in earlier
-    versions of transformers 5."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    versions of transformers 5, and in code from elsewhere."""
+    for names in (model.forward, GenerationMixin.prepare_inputs_for_generation):  # the second: a wrapper takes anything
+        for name in ("cache", "past_key_values"):
+            if name in inspect.signature(names).parameters:
+                return name
+    return "past_key_values"
 
 
 class ModelKV:
@@ -164,10 +175,12 @@ class ModelKV:
         put without it. In place of a plan, masks will do, one boolean array a group.
         """
         if isinstance(plan, PutPlan):
+            if plan.layout.groups != self.layout.groups:
+                raise InvalidRequestError("the plan is of another layout: give the client this model's own, kv.layout")
             plan = [mask & ~known for mask, known in zip(plan.store_masks, plan.known, strict=True)]
         if len(plan) != len(self._geometry.groups):
             raise InvalidRequestError(
-                f"the plan has {len(plan)} groups, the model {len(self._geometry.groups)}: it is of another layout"
+                f"there are masks of {len(plan)} groups, and the model has {len(self._geometry.groups)}"
             )
         return ChunkCapture(self._geometry, plan)
 
@@ -185,24 +198,44 @@ class ModelKV:
         In steps of at most ``step_tokens``, after each of which ``capture`` takes its chunks: a window's layers then
         never hold more than a step, and yet each tail in front of a boundary to be kept is whole in one of them.
 
-        Raises ``InvalidRequestError`` if the cache has seen all of them already: the last token yields the logits.
+        Raises ``InvalidRequestError`` if the cache has seen all of them already (the last token yields the logits), if
+        the model is in training mode, or does not use the cache.
         """
         step = whole_number(step_tokens, "step_tokens", InvalidRequestError, least=1)
-        seen = cache.get_seq_length()
+        if model.training:
+            raise InvalidRequestError("the model is in training mode, and drops numbers at random: call model.eval()")
+        seen: int = cache.get_seq_length()
         if seen >= len(token_ids):
             raise InvalidRequestError(
                 f"the cache has seen {seen} tokens and there are {len(token_ids)}: nothing is left to compute"
             )
-        ids = torch.as_tensor(np.asarray(token_ids[seen:]), dtype=torch.long, device=model.device)[None]
+        ids = _as_ids(token_ids[seen:]).to(model.device)
         options: dict[str, object] = {cache_argument(model): cache, "use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             options["logits_to_keep"] = 1
         with torch.no_grad():
             for start in range(0, ids.shape[1], step):
-                logits: torch.Tensor = model(ids[:, start : start + step], **options).logits
+                now = ids[:, start : start + step]
+                logits: torch.Tensor = model(now, **options).logits
+                seen += now.shape[1]
+                if cache.get_seq_length() != seen:
+                    raise InvalidRequestError(
+                        f"{type(model).__name__} was given {seen} tokens and a cache, which has seen "
+                        f"{cache.get_seq_length()} now: it does not keep its keys there"
+                    )
                 if capture is not None:
                     capture.take(cache)
         return logits[0, -1]
+
+
+def _as_ids(token_ids: Sequence[int]) -> torch.Tensor:
+    """Token ids as the model's input, ``[1, tokens]``."""
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidTokensError(
+            f"token_ids must be a list or an array of whole numbers, not {type(token_ids).__name__}"
+        )
+    return torch.as_tensor(ids.astype(np.int64))[None]
 
 
 def _gather(

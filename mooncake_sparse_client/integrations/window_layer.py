@@ -64,19 +64,20 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # the libra
         return self.keys.narrow(-2, start, visible), self.values.narrow(-2, start, visible)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last ``-tokens_to_remove`` tokens back, as far as what is left still fills the window."""
-        dropped = -tokens_to_remove
-        length = self.cumulative_length - dropped
-        left = (self.keys.shape[-2] if self.is_initialized else 0) - dropped
-        if dropped < 0 or left < min(length, self.sliding_window - 1):
+        """Take the last ``-tokens_to_remove`` tokens back, as far as what is left still fills the window, and drop what
+        was kept for that."""
+        dropped, held = -tokens_to_remove, self.keys.shape[-2] if self.is_initialized else 0
+        length, left = self.cumulative_length - dropped, held - dropped
+        if dropped < 0 or left < min(max(length, 0), self.sliding_window - 1):
             raise ValueError(
                 f"this cache cannot go back by {dropped} tokens: it would hold {left} of the "
                 f"{self.sliding_window - 1} before that a window of {self.sliding_window} sees; "
                 "call activate_past_recording() before the tokens that may be taken back"
             )
-        if dropped:
-            self.keys = self.keys.narrow(-2, 0, left)
-            self.values = self.values.narrow(-2, 0, left)
+        if held:
+            kept = min(left, self.kept_tokens)
+            self.keys = self.keys.narrow(-2, left - kept, kept)
+            self.values = self.values.narrow(-2, left - kept, kept)
             self.cumulative_length = length
 
     def reset(self) -> None:

@@ -22,6 +22,7 @@ async def test_the_blocks_of_the_page_run_one_after_another() -> None:
     model = await asyncio.to_thread(build, "gemma-3")
     token_ids = tokens_of(4, 200)
     model.generation_config.do_sample = False
+    model.generation_config.pad_token_id = token_ids[50]  # a token like any other in a prompt
     names: dict[str, object] = {
         "asyncio": asyncio,
         "model": model,

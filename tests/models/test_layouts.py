@@ -10,22 +10,37 @@ from tiny_models import BLOCK, KINDS, build, tokens_of
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    BltConfig,
     FalconConfig,
+    Gemma3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
+    GPTNeoXConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    ModernBertConfig,
+    Phi3Config,
     PretrainedConfig,
+    ResNetConfig,
     T5Config,
 )
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.jamba import JambaConfig
+from transformers.models.mllama import MllamaConfig
 
-from mooncake_sparse_client import KVCacheLayout, PutExplanation, layout_for, store_mask
+from mooncake_sparse_client import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    PutExplanation,
+    layout_for,
+    store_mask,
+)
 from mooncake_sparse_client.core.plans import plan_put
-from mooncake_sparse_client.errors import InvalidBufferError, InvalidLayoutError
+from mooncake_sparse_client.errors import InvalidBufferError, InvalidLayoutError, InvalidRequestError
 from mooncake_sparse_client.integrations.transformers import ModelKV, cache_argument, layout_from_config
 
 pytestmark = pytest.mark.models
@@ -74,7 +89,7 @@ def test_a_page_has_the_bytes_that_the_model_caches(kind: str, block_size: int) 
     kv = ModelKV(model.config, block_size, dtype="bfloat16")
     cache = kv.new_cache()
     kv.prefill(model, tokens_of(3, block_size), cache)
-    cached = sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
+    cached = sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values) if states is not None)
     assert sum(kv.layout.page_sizes) == cached
     assert kv.layout.alignment == block_size
 
@@ -94,6 +109,10 @@ def test_what_a_layout_from_a_config_keeps_can_be_explained() -> None:
     [
         (lambda: T5Config(), "is_encoder_decoder"),
         (lambda: BertConfig(), "is not causal"),
+        (lambda: ModernBertConfig(), "no model of type 'modernbert' that generates text"),
+        (lambda: ResNetConfig(), "no model of type 'resnet' that generates text"),
+        (lambda: BltConfig(), "says nothing of the layers of a decoder"),
+        (lambda: LlamaConfig(is_causal=False), "is not causal"),
         (lambda: Gemma3TextConfig(use_bidirectional_attention=True), "is not causal"),
         (lambda: DeepseekV3Config(), "kv_lora_rank"),
         (lambda: JambaConfig(), "layer 0 (linear_attention) is kept as LinearAttentionLayer"),
@@ -101,6 +120,29 @@ def test_what_a_layout_from_a_config_keeps_can_be_explained() -> None:
             lambda: LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
             "rope type 'dynamic'",
         ),
+        (lambda: LlamaConfig(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope type 'dynamic'"),
+        (
+            lambda: Phi3Config(
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "short_factor": [1.0] * 48,
+                    "long_factor": [2.0] * 48,
+                }
+            ),
+            "rope type 'longrope'",
+        ),
+        (
+            lambda: Gemma3TextConfig(
+                rope_parameters={
+                    "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                }
+            ),
+            "rope type 'dynamic'",
+        ),
+        (lambda: Gemma4TextConfig(use_bidirectional_attention="all"), "is not causal"),
+        (lambda: MllamaConfig(), "cross_attention_layers"),
         (lambda: Llama4TextConfig(attention_chunk_size=100), "must be a multiple of block_size 16"),
     ],
 )
@@ -115,6 +157,9 @@ def test_arguments_that_cannot_be_are_refused() -> None:
     for dtype in ("int8", "no type", torch.int64, 16):
         with pytest.raises(InvalidLayoutError, match="floating type"):
             layout_from_config(config, dtype=dtype)
+    for nothing in (None, {}, "llama"):
+        with pytest.raises(InvalidLayoutError, match="config must be a config of transformers"):
+            layout_from_config(nothing)
     for size in (0, -1, 1.5, True):
         with pytest.raises(InvalidLayoutError, match="block_size"):
             layout_from_config(config, size)
@@ -143,3 +188,42 @@ def test_the_cache_argument_is_one_that_the_model_takes() -> None:
     with torch.no_grad():
         model(torch.tensor([tokens_of(1, 5)]), **{cache_argument(model): cache})
     assert cache.get_seq_length() == 5
+
+
+def test_what_the_config_says_less_of_is_taken_as_the_library_takes_it() -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    # An attention chunk without layer types means chunks in every layer.
+    local = layout_from_config(LlamaConfig(**sizes, attention_chunk_size=64))
+    assert shapes(local) == [(ChunkedLocalAttentionSpec, 16, 64, 2 * 2 * 16 * 16 * 4)]
+    # Values may be narrower than keys.
+    narrow = layout_from_config(LlamaConfig(**sizes, v_head_dim=4))
+    assert shapes(narrow) == [(FullAttentionSpec, 16, 0, 2 * 16 * (16 + 4) * 4)]
+    # A field of encoders, that this decoder's config has too.
+    assert layout_from_config(GPTNeoXConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=64)).groups
+    # The type of the whole model, where the text's own config has none.
+    whole = Gemma3Config(
+        text_config={"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16}, dtype="bfloat16"
+    )
+    assert ModelKV(whole).dtype == "bfloat16"
+    assert ModelKV(LlamaConfig(**sizes)).dtype == "float32"
+    assert ModelKV(LlamaConfig(**sizes), dtype="torch.float16").dtype == "float16"
+
+
+def test_a_plan_of_another_layout_is_refused() -> None:
+    config = KINDS["llama"]()
+    other = plan_put(layout_from_config(config, 32), 96)
+    with pytest.raises(InvalidRequestError, match="another layout"):
+        ModelKV(config).capture(other)
+    # The hash block is the client's to choose: the chunks are the same.
+    finer = plan_put(layout_from_config(config).with_hash_block_size(8), 96)
+    assert int(ModelKV(config).capture(finer).missing[0].sum()) == 6
+
+
+def test_a_wrapped_model_is_given_its_cache_by_the_right_name() -> None:
+    model = build("llama")
+
+    class Wrapper(torch.nn.Module):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return model(*args, **kwargs)
+
+    assert cache_argument(Wrapper()) == cache_argument(model)
