@@ -8,6 +8,8 @@ MOONCAKE ?= mooncake-cpu
 # PyTorch for the model tests, as arguments of pip. PyPI's build for x86 has CUDA in it, gigabytes that these tests do not
 # use; "torch --index-url https://download.pytorch.org/whl/cpu" gets the small one where that can be reached.
 TORCH ?= torch==2.13.0
+# Processes that `make test` shares the test files among; most of them wait for Mooncake. 0: this one alone, as for --pdb.
+WORKERS ?= 2
 ARGS ?=
 
 .PHONY: help demo serve test test-models test-faults soak lint format install system clean
@@ -29,7 +31,7 @@ serve: install
 	$(RUN) -m mooncake_sparse_client serve $(ARGS)
 
 test: install
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-models: $(VENV)/models-installed
 	$(RUN) -m pytest -m models $(ARGS)

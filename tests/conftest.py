@@ -19,7 +19,7 @@ from mooncake_sparse_client.stores.local import LocalMooncake
 from mooncake_sparse_client.stores.mooncake import MooncakeStore
 from mooncake_sparse_client.stores.native import new_native_store
 
-pytest.register_assert_rewrite("store_contract", "tiny_models")
+pytest.register_assert_rewrite("store_contract", "tiny_models", "example_runs")
 #: `make test-models` installs what these want, and fails where it finds no test.
 collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["models"]
 

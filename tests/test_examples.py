@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from example_runs import ROOT, assert_says, run
 
 from mooncake_sparse_client.stores.local import LocalMooncake
 
-ROOT = Path(__file__).parent.parent
 #: What each example prints, as patterns in the order of its lines.
 EXAMPLES = {
     "quickstart.py": [
@@ -87,25 +84,6 @@ EXAMPLES = {
 
 #: Those that want PyTorch and transformers; `tests/models` runs them.
 MODEL_EXAMPLES = {"serving_client.py", "serving_stack.py", "two_processes.py"}
-
-
-def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, f"examples/{name}", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # this checkout's package, installed or not
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def assert_says(output: str, patterns: Sequence[str]) -> None:
-    position = 0
-    for pattern in patterns:
-        found = re.compile(pattern).search(output, position)
-        assert found, f"no {pattern!r} from here on: {output[position:]!r}"
-        position = found.end()
 
 
 def test_every_example_is_listed() -> None:

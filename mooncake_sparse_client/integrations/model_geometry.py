@@ -32,7 +32,7 @@ from ..errors import InvalidLayoutError
 
 #: How long a prompt gets changes what these say of its first tokens: a prefix has no keys of its own.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-#: A layer without a cache of its own: it reads another's, or has no attention.
+#: The class of a layer without a cache of its own, by name: not all versions have it.
 _NO_CACHE = "DummyLayer"
 
 

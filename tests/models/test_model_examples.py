@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from example_runs import assert_says, run, run_python
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(180)]
 
-ROOT = Path(__file__).parent.parent.parent
 #: What each example prints, as patterns in the order of its lines.
 MODEL_EXAMPLES = {
     "two_processes.py": [
@@ -34,28 +29,9 @@ MODEL_EXAMPLES = {
 }
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-
-
-def assert_says(output: str, patterns: Sequence[str]) -> None:
-    position = 0
-    for pattern in patterns:
-        found = re.compile(pattern).search(output, position)
-        assert found, f"no {pattern!r} from here on: {output[position:]!r}"
-        position = found.end()
-
-
 @pytest.mark.parametrize("name", MODEL_EXAMPLES)
 def test_a_model_example(name: str, native_library: None) -> None:
-    done = run(f"examples/{name}")
+    done = run(name, timeout=150)
     assert done.stderr == ""
     assert done.returncode == 0
     assert_says(done.stdout, MODEL_EXAMPLES[name])
@@ -64,7 +40,7 @@ def test_a_model_example(name: str, native_library: None) -> None:
 @pytest.mark.parametrize("missing", ["torch", "transformers", "aiohttp"])
 def test_the_server_says_in_a_line_what_it_lacks(missing: str) -> None:
     without = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_path('examples/serving_stack.py')"
-    done = run("-c", without)
+    done = run_python("-c", without)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert missing in done.stderr
@@ -74,7 +50,7 @@ def test_the_server_says_in_a_line_what_it_lacks(missing: str) -> None:
 def test_the_client_ends_with_its_server(tmp_path: Path) -> None:
     """Where the server does not start, its own line is the last one."""
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
-    done = run(
+    done = run_python(
         "-c",
         f"import os, runpy, sys; os.environ['PYTHONPATH'] += ':{tmp_path}'; sys.argv = ['client']; "
         "runpy.run_path('examples/serving_client.py', run_name='__main__')",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import LoopThread
 from restoring_process import Job, RestoringProcess
-from tiny_models import BLOCK, KINDS, assert_as_without_cache, build, go_on, tokens_of
+from tiny_models import BLOCK, KINDS, Continued, assert_as_without_cache, build, go_on, tokens_of
 
 from mooncake_sparse_client import (
     KVCacheLayout,
@@ -18,11 +18,9 @@ from mooncake_sparse_client import (
     MemoryStore,
     MooncakeStore,
     SparseStoreClient,
-    TokenSequence,
     chunk_name,
     load_config,
 )
-from mooncake_sparse_client.core.results import PutResult
 from mooncake_sparse_client.integrations.transformers import ChunkCapture, ModelKV, cache_argument
 
 pytestmark = pytest.mark.models
@@ -56,23 +54,23 @@ class Writer:
             store, self.kv.layout, model_name=model_name, dtype=self.kv.dtype, retention_interval=interval
         )
 
-    def prefill(self, tokens: Sequence[int], *, step_tokens: int = 100) -> tuple[TokenSequence, ChunkCapture]:
-        """The sequence, and its captured chunks."""
-        sequence = self.client.sequence(tokens)
-        capture = self.kv.capture(self.client.plan_put(sequence))
-        self.kv.prefill(self.model, tokens, self.kv.new_cache(), capture, step_tokens=step_tokens)
+        #: What it has written: the sequence, and the chunks of each group.
+        self.sequence = self.client.sequence(TOKENS)
+        self.stored = [set(np.flatnonzero(mask).tolist()) for mask in self.client.plan_put(self.sequence).store_masks]
+
+    def prefill(self) -> ChunkCapture:
+        capture = self.kv.capture(self.client.plan_put(self.sequence))
+        self.kv.prefill(self.model, TOKENS, self.kv.new_cache(), capture, step_tokens=100)
         assert not any(mask.any() for mask in capture.missing)
-        return sequence, capture
+        return capture
 
-    async def put(self, sequence: TokenSequence, capture: ChunkCapture) -> PutResult:
-        put = await self.client.put(sequence, capture)
-        assert put.written.chunks > 0
+    async def put(self, capture: ChunkCapture) -> None:
+        put = await self.client.put(self.sequence, capture)
+        assert put.written.chunks == sum(map(len, self.stored))
         assert not put.failures
-        assert put.unavailable.chunks == 0
-        return put
 
-    def key(self, sequence: TokenSequence, group: int, chunk: int) -> str:
-        name = chunk_name(self.kv.layout, sequence.block_hashes, group, chunk)
+    def key(self, group: int, chunk: int) -> str:
+        name = chunk_name(self.kv.layout, self.sequence.block_hashes, group, chunk)
         assert name is not None
         return self.client.keys.key(group, name)
 
@@ -97,32 +95,49 @@ def usable(layout: KVCacheLayout, stored: Sequence[set[int]]) -> list[int]:
     ]
 
 
-def as_sets(masks: Sequence[np.ndarray]) -> list[set[int]]:
-    return [set(np.flatnonzero(mask).tolist()) for mask in masks]
+class Stage:
+    """A writer in this process, a reader in another, and a real master between them."""
+
+    def __init__(
+        self, store: MooncakeStore, master: LocalMooncake, restoring: RestoringProcess, loop: LoopThread, name: str
+    ) -> None:
+        self.store, self.loop = store, loop
+        self._master, self._restoring, self._name = master, restoring, name
+
+    def writer(self, kind: str, interval: int | None) -> Writer:
+        """One that has prefilled the prompt and put it."""
+        self._kind = kind
+        writer = Writer(kind, self.store, self._name, interval)
+        self.loop.run(writer.put(writer.prefill()))
+        return writer
+
+    def restored(self, prompts: Sequence[Sequence[int]]) -> list[Continued]:
+        """What the other process says to each prompt."""
+        job = Job(self._kind, self._master.master_address, self._name, prompts, NEW_TOKENS)
+        return self._restoring.carry_out(job)
 
 
-@pytest.mark.parametrize("interval", INTERVALS, ids=lambda interval: f"retention {interval}")
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_process_goes_on_at_every_kept_boundary(
-    kind: str,
-    interval: int | None,
+@pytest.fixture
+def stage(
     store: MooncakeStore,
     serving_master: LocalMooncake,
     restoring: RestoringProcess,
     fixtures_loop: LoopThread,
     fresh: str,
-) -> None:
-    writer = Writer(kind, store, fresh, interval)
-    sequence, capture = writer.prefill(TOKENS)
-    fixtures_loop.run(writer.put(sequence, capture))
+) -> Stage:
+    return Stage(store, serving_master, restoring, fixtures_loop, fresh)
 
-    boundaries = usable(writer.kv.layout, as_sets(writer.client.plan_put(sequence).store_masks))
+
+@pytest.mark.parametrize("interval", INTERVALS, ids=lambda interval: f"retention {interval}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_process_goes_on_at_every_kept_boundary(kind: str, interval: int | None, stage: Stage) -> None:
+    writer = stage.writer(kind, interval)
+    boundaries = usable(writer.kv.layout, writer.stored)
     sparse = any(spec.kind == "sliding_window" for spec in writer.kv.layout.groups)
     kept = {None: range(BLOCK, 300, BLOCK), 0: [288], 64: [64, 128, 192, 256, 288]}[interval if sparse else None]
     assert set(kept) <= set(boundaries)
     prompts = [[*TOKENS[:boundary], *tokens_of(boundary, 7)] for boundary in boundaries]
-    job = Job(kind, serving_master.master_address, fresh, prompts, NEW_TOKENS)
-    for boundary, prompt, said in zip(boundaries, prompts, restoring.carry_out(job), strict=True):
+    for boundary, prompt, said in zip(boundaries, prompts, stage.restored(prompts), strict=True):
         assert said.hit_length == boundary
         assert len(said.greedy) == NEW_TOKENS
         assert_as_without_cache(writer.model, prompt, said)
@@ -130,19 +145,9 @@ def test_another_process_goes_on_at_every_kept_boundary(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_chunks_gone_the_prefix_shrinks_and_the_logits_stay_right(
-    kind: str,
-    seed: int,
-    store: MooncakeStore,
-    serving_master: LocalMooncake,
-    restoring: RestoringProcess,
-    fixtures_loop: LoopThread,
-    fresh: str,
-) -> None:
-    writer = Writer(kind, store, fresh, (None, 64, 32)[seed])
-    sequence, capture = writer.prefill(TOKENS)
-    fixtures_loop.run(writer.put(sequence, capture))
-    stored = as_sets(writer.client.plan_put(sequence).store_masks)
+def test_with_chunks_gone_the_prefix_shrinks_and_the_logits_stay_right(kind: str, seed: int, stage: Stage) -> None:
+    writer = stage.writer(kind, (None, 64, 32)[seed])
+    stored = writer.stored
     dice = np.random.default_rng([seed, len(kind)])
     hits = [max(usable(writer.kv.layout, stored))]
     while len(hits) < 4 and hits[-1]:
@@ -150,28 +155,19 @@ def test_with_chunks_gone_the_prefix_shrinks_and_the_logits_stay_right(
         needs = needed(writer.kv.layout, hits[-1])
         places = sorted((chunk, group) for group, chunks in enumerate(needs) for chunk in chunks)
         chunk, group = places[int(dice.integers(len(places) * 2 // 3, len(places)))]
-        fixtures_loop.run(store.remove([writer.key(sequence, group, chunk)], force=True))
+        stage.loop.run(stage.store.remove([writer.key(group, chunk)], force=True))
         stored[group].discard(chunk)
         hits.append(max([0, *usable(writer.kv.layout, stored)]))
-        [said] = restoring.carry_out(Job(kind, serving_master.master_address, fresh, [TOKENS], NEW_TOKENS))
+        [said] = stage.restored([TOKENS])
         assert said.hit_length == hits[-1] < hits[-2]
         assert_as_without_cache(writer.model, TOKENS, said)
     assert len(hits) > 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_second_turn_hits_the_last_boundary_of_the_first(
-    kind: str,
-    store: MooncakeStore,
-    serving_master: LocalMooncake,
-    restoring: RestoringProcess,
-    fixtures_loop: LoopThread,
-    fresh: str,
-) -> None:
+def test_the_second_turn_hits_the_last_boundary_of_the_first(kind: str, stage: Stage) -> None:
     """Retention 0: what the second turn finds was kept for it, by the put after the answer."""
-    writer = Writer(kind, store, fresh, 0)
-    sequence, capture = writer.prefill(TOKENS)
-    fixtures_loop.run(writer.put(sequence, capture))
+    writer = stage.writer(kind, 0)
     cache = writer.kv.new_cache()
     writer.kv.prefill(writer.model, TOKENS[:-1], cache)
     ids = torch.tensor([TOKENS])
@@ -180,16 +176,17 @@ def test_the_second_turn_hits_the_last_boundary_of_the_first(
     computed = cache.get_seq_length()
     assert computed == len(text) - 1  # the last token was sampled, and never fed
 
+    sequence = writer.sequence
     sequence.extend(text[len(TOKENS) :])
     after = writer.kv.capture(writer.client.plan_put(sequence, num_tokens=computed))
     after.take(cache)
-    put = fixtures_loop.run(writer.client.put(sequence, after, num_tokens=computed))
+    put = stage.loop.run(writer.client.put(sequence, after, num_tokens=computed))
     assert not put.failures
     assert put.existing.chunks + put.written.chunks > 0
     assert put.unavailable.chunks == 0
 
     second = [*text, *tokens_of(5, 60)]
-    [said] = restoring.carry_out(Job(kind, serving_master.master_address, fresh, [second], NEW_TOKENS))
+    [said] = stage.restored([second])
     assert said.hit_length == 352 == (len(text) - 1) // BLOCK * BLOCK
     assert_as_without_cache(writer.model, second, said)
 
@@ -203,8 +200,7 @@ class Hit:
 
     async def of(self, store: MemoryStore) -> None:
         writer = Writer(self.kind, store, "here", None)
-        sequence, capture = writer.prefill(TOKENS)
-        await writer.put(sequence, capture)
+        await writer.put(writer.prefill())
         self.model, self.kv = writer.model, writer.kv
         self.got = await writer.client.get(writer.client.sequence(self.prompt))
         assert self.got.hit_length == 208
