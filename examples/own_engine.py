@@ -12,6 +12,7 @@ without a store:
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -180,7 +181,9 @@ class Engine:
         try:
             logits = await asyncio.shield(step)
         finally:
-            await asyncio.wait([step])  # a thread cannot be cancelled: no block is freed while it is at work
+            while not step.done():  # a thread cannot be cancelled: no block is freed while it is at work
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([step])
         request.computed = end
         self._free_behind(request)
         return logits
@@ -218,6 +221,8 @@ class StoringEngine(Engine):
             kept = [block if needed else -1 for block, needed in zip(table, mask, strict=False)]
             pool.give_back(set(table) - set(kept))
             table[:] = kept
+        if got.hit_length < request.hit.hit_length:
+            request.hit = None  # what it saw is gone in part, and more may be: the puts ask for all of it
 
     async def store(self, request: Request, start: int) -> None:
         sequence, source = self._sequence(request), self.cache.at(request.tables)

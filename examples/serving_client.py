@@ -47,7 +47,7 @@ async def own_server() -> AsyncIterator[str]:
 
 async def ask(session: aiohttp.ClientSession, url: str, what: str, tokens: list[int], **options: object) -> list[int]:
     """One request: prints what it took, and answers the tokens that came."""
-    answer = []
+    answer, said = [], {}
     body = {"token_ids": tokens, "max_tokens": 24, **options}
     async with session.post(f"{url}/generate", json=body) as response:
         response.raise_for_status()
@@ -57,6 +57,8 @@ async def ask(session: aiohttp.ClientSession, url: str, what: str, tokens: list[
                 raise SystemExit(f"{what}: {said['error']}")
             if "token" in said:
                 answer.append(said["token"])
+    if not said.get("done"):
+        raise SystemExit(f"{what}: the answer has no end")
     print(
         f"{what}: first token after {said['ttft_ms']:.0f} ms; "
         f"{said['hit_length']} of {said['prompt_tokens']} tokens were restored"
@@ -91,7 +93,7 @@ async def talk(url: str) -> None:
             health = await response.json()
         async with session.get(f"{url}/metrics") as response:
             counters = await response.json()
-    print(f"{counters['tokens_restored']} tokens restored, {counters['tokens_computed']} computed")
+    print(f"{counters.get('tokens_restored', 0)} tokens restored, {counters['tokens_computed']} computed")
     print(f"store ok: {health['store']['ok']}, requests without it: {counters.get('degraded', 0)}")
 
 

@@ -75,7 +75,7 @@ class Engine:
     """
 
     def __init__(self, model: PreTrainedModel, *, step_tokens: int = 256) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # more are slower, for so small a model
         self.kv = ModelKV(model.config)
         self.longest: int = model.config.max_position_embeddings
         self.steps = self.tokens_computed = 0
@@ -84,7 +84,8 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
 
     async def restore(self, got: GetResult | None) -> DynamicCache:
-        return await self.run(self.kv.new_cache if got is None else partial(self.kv.restore, got))
+        restore = partial(self.kv.restore, device=self._model.device)
+        return await (self.run(self.kv.new_cache) if got is None else self.run(restore, got))
 
     async def run(self, job: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, job, *arguments)
@@ -114,7 +115,8 @@ class Turn:
     boundaries: Sequence[int] = ()
     hit: PrefixHit | None = None
     got: GetResult | None = None
-    taken: Sequence[NDArray[np.bool_]] = ()  # what the captures so far are of
+    wanted: Sequence[NDArray[np.bool_]] = ()  # what the last capture is of
+    taken: Sequence[NDArray[np.bool_]] = ()  # what puts have been begun for
 
 
 class PrefixCache:
@@ -127,17 +129,18 @@ class PrefixCache:
         *,
         budget: float = 1.0,
         max_puts: int = 32,
+        max_put_bytes: int = 1 << 30,
         drain: float = 5.0,
     ) -> None:
-        """``budget``: seconds that a request waits for the store. ``max_puts``: how many puts may be under way, each
-        with its chunks in memory. ``drain``: seconds that they may go on when the server ends."""
+        """``budget``: seconds that a request waits for the store. ``max_puts``, ``max_put_bytes``: how many puts may be
+        under way, and with how many bytes of chunks. ``drain``: seconds that they may go on when the server ends."""
         self.counters: Counter[str] = Counter()
         self.degraded = client is not None  # the last request had to do without the store
         self._client, self._kv = client, kv
-        self._budget, self._max_puts, self._drain = budget, max_puts, drain
+        self._budget, self._max_puts, self._max_put_bytes, self._drain = budget, max_puts, max_put_bytes, drain
         self._open, self._trouble = False, "none is wanted"
         self._opening: asyncio.Task[None] | None = None
-        self._puts: set[asyncio.Task[None]] = set()
+        self._puts: dict[asyncio.Task[None], int] = {}  # with the bytes that they hold
 
     async def __aenter__(self) -> Self:
         """Connect. Where no store answers, go on without one, and keep trying."""
@@ -169,7 +172,10 @@ class PrefixCache:
         connected = False
         while not connected:
             await asyncio.sleep(1.0)
-            connected = await self._connects(client)
+            try:
+                connected = await self._connects(client)
+            except SparseStoreError as error:  # nobody waits for this task: say it, and try again
+                self._trouble = str(error)
 
     async def fetch(self, tokens: list[int], salt: str | None, boundaries: Sequence[int]) -> Turn:
         """Look a prompt up and read what is there: within the budget, or nothing."""
@@ -203,27 +209,31 @@ class PrefixCache:
 
     def capture(self, turn: Turn) -> ChunkCapture | None:
         """What is to be taken out of the model's cache for the turn's next put; None if nothing is."""
-        if self._client is None or turn.sequence is None:
+        if self._client is None or turn.sequence is None or self._too_much():
             return None
         plan = self._client.plan_put(turn.sequence, hit=turn.hit, boundaries=turn.boundaries)
         wanted = [mask & ~known for mask, known in zip(plan.store_masks, plan.known, strict=True)]
         for mask, before in zip(wanted, turn.taken, strict=False):
             mask[: before.size] &= ~before  # the put before has it
-        turn.taken = plan.store_masks
+        turn.wanted = plan.store_masks
         return self._kv.capture(wanted)
+
+    def _too_much(self) -> bool:
+        """Whether so many puts are under way that another one is dropped, which is counted."""
+        dropped = len(self._puts) >= self._max_puts or sum(self._puts.values()) >= self._max_put_bytes
+        self.counters["puts_dropped"] += dropped
+        return dropped
 
     def put(self, turn: Turn, capture: ChunkCapture | None) -> None:
         """Begin to store what was captured, in the background; drop it where too many puts are under way."""
-        if self._client is None or turn.sequence is None or capture is None:
+        if self._client is None or turn.sequence is None or capture is None or self._too_much():
             return
-        if len(self._puts) >= self._max_puts:
-            self.counters["puts_dropped"] += 1
-            return
+        turn.taken = turn.wanted
         # Made here and not by the task: a put takes the sequence as long as it is when it is called.
         putting = self._client.put(turn.sequence, capture, hit=turn.hit, boundaries=turn.boundaries)
         task = asyncio.create_task(self._finish(putting))
-        self._puts.add(task)
-        task.add_done_callback(self._puts.discard)
+        self._puts[task] = capture.nbytes
+        task.add_done_callback(self._puts.pop)
 
     async def _finish(self, putting: Coroutine[None, None, PutResult]) -> None:
         try:
@@ -260,7 +270,8 @@ class Prompt:
         """Raises ``ValueError`` with a text for the client, who may ask for less time than ``timeout``."""
         if not isinstance(body, dict):
             raise ValueError("the body must be a JSON object")
-        tokens = body["token_ids"] if "token_ids" in body else list(str(body.get("text", "")).encode())
+        text = body.get("text", "")
+        tokens = body["token_ids"] if "token_ids" in body else list(text.encode()) if isinstance(text, str) else []
         if not tokens or not _whole(tokens, 0, 255):
             raise ValueError("give text, or token_ids: a list of whole numbers from 0 to 255")
         count, boundaries = body.get("max_tokens", 16), body.get("boundaries", [])
@@ -347,6 +358,8 @@ class Server:
             with contextlib.suppress(TimeoutError, ConnectionError):  # of a client that reads nothing
                 async with asyncio.timeout(1):
                     await lines.send(error="the deadline has passed")
+        except InvalidInputError as error:  # a salt that is none, before anything is sent
+            raise web.HTTPBadRequest(text=str(error)) from None
         except (asyncio.CancelledError, ConnectionError):  # the client has gone, or the server ends
             self._counters["cancelled"] += 1
             raise
@@ -355,7 +368,7 @@ class Server:
     async def _read(self, request: web.Request) -> Prompt:
         try:
             return Prompt.read(await request.json(), self._engine.longest, self._timeout)
-        except ValueError as error:  # what is no JSON is one, too
+        except (ValueError, LookupError, RecursionError) as error:  # no JSON, a foreign charset, too deep
             raise web.HTTPBadRequest(text=str(error)) from None
 
     async def _answer(self, prompt: Prompt, lines: Lines, began: float) -> None:
@@ -476,5 +489,5 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{meaning}; default {default}")
     try:
         asyncio.run(main(parser.parse_args()))
-    except (SetupError, InvalidInputError) as error:
+    except (SetupError, InvalidInputError, OSError) as error:  # the last: a port that is in use
         raise SystemExit(str(error)) from None

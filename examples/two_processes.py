@@ -68,11 +68,12 @@ async def write(address: str) -> None:
     kv = ModelKV(model.config, BLOCK)
     async with connected(kv, address) as client:
         sequence = client.sequence(PROMPT)
-        capture = kv.capture(client.plan_put(sequence))
+        computed = len(PROMPT) - 1  # all but the last token, which `answer` computes
+        capture = kv.capture(client.plan_put(sequence, num_tokens=computed))
         cache = kv.new_cache()
-        # All but the last token, which `answer` computes. A step's chunks are copied out before the window moves on.
-        await asyncio.to_thread(kv.prefill, model, PROMPT[:-1], cache, capture, step_tokens=256)
-        put = await client.put(sequence, capture, num_tokens=len(PROMPT) - 1, confirm=True)
+        # A step's chunks are copied out before the window moves on.
+        await asyncio.to_thread(kv.prefill, model, PROMPT[:computed], cache, capture, step_tokens=256)
+        put = await client.put(sequence, capture, num_tokens=computed, confirm=True)
         print(f"{put.written.chunks} chunks written, {put.unreachable.chunks} never offered", file=sys.stderr)
         if put.failures or put.unavailable.chunks:
             raise SystemExit(f"not all that is reachable was stored: {put}")

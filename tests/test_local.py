@@ -428,7 +428,7 @@ async def test_a_program_that_cannot_be_executed_is_named(tmp_path: Path, monkey
 
 
 def test_the_log_takes_little_memory_and_loses_no_last_word() -> None:
-    script = "head -c 3000000 /dev/zero; echo before; sleep 1.2; echo the end; exit 7"
+    script = "head -c 3000000 /dev/zero; echo before; sleep 3.2; echo the end; exit 7"
     log = os.memfd_create("log")
     options = [f"--parent={os.getpid()}", "--patience=1"]
     done = subprocess.run(
