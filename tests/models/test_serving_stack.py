@@ -360,6 +360,26 @@ async def test_puts_are_bounded_and_what_is_dropped_is_counted(model: PreTrained
         await server.until(lambda now: now.get("puts") == 1)
 
 
+async def test_what_a_dropped_put_would_have_stored_is_left_to_the_next_one(
+    model: PreTrainedModel, chats: list[Chat]
+) -> None:
+    async with served(model, client_of(HeldStore(), model), cache={"max_put_bytes": 1}) as server:
+        cache = server.cache
+        first, other = [await cache.fetch(chat.tokens, None, ()) for chat in chats[:2]]
+        lost = cache.capture(first)
+        begun = cache.capture(other)
+        await server.engine.next_token(chats[1].tokens, await server.engine.restore(None), begun)
+        cache.put(other, begun)
+        cache.put(first, lost)  # one is under way, with more bytes than may be
+        assert (cache.puts_under_way, cache.counters["puts_dropped"]) == (1, 1)
+        assert cache.capture(first) is None  # nothing is copied for what would be dropped
+        server.cache._max_put_bytes = 1 << 30
+        again = cache.capture(first)
+        assert [mask.tolist() for mask in again.missing] == [mask.tolist() for mask in lost.missing]
+        assert again.missing[0].any()
+        assert not any(mask.any() for mask in cache.capture(other).missing)  # its put is under way
+
+
 async def test_a_second_turn_starts_where_the_answer_ended_and_only_for_its_own_tenant(
     model: PreTrainedModel, chats: list[Chat]
 ) -> None:
@@ -422,6 +442,8 @@ async def test_the_end_waits_for_puts_but_not_for_ever(
         b'{"text": "x", "timeout": 0}',
         b'{"text": "x", "cache_salt": 1}',
         b'{"text": "x", "boundaries": [2]}',
+        b'{"text": null}',
+        b"[" * 100_000,
     ],
 )
 async def test_a_body_that_makes_no_sense_is_refused_with_a_reason(model: PreTrainedModel, body: bytes) -> None:
@@ -431,6 +453,18 @@ async def test_a_body_that_makes_no_sense_is_refused_with_a_reason(model: PreTra
     ):
         assert response.status == 400
         assert await response.text()
+
+
+async def test_a_salt_or_charset_that_is_none_is_refused(model: PreTrainedModel) -> None:
+    async with served(model, client_of(HeldStore(), model)) as server:
+        url = f"{server.url}/generate"
+        async with server.session.post(url, json={"text": "x", "cache_salt": ""}) as response:
+            assert response.status == 400
+            assert "cache_salt" in await response.text()
+        headers = {"Content-Type": "application/json; charset=none"}
+        async with server.session.post(url, data=b'{"text": "x"}', headers=headers) as response:
+            assert response.status == 400
+        await server.nothing_runs()
 
 
 async def test_the_script_ends_in_order_on_sigterm_in_the_middle_of_an_answer() -> None:
