@@ -212,11 +212,8 @@ class PrefixCache:
         if self._client is None or turn.sequence is None or self._too_much():
             return None
         plan = self._client.plan_put(turn.sequence, hit=turn.hit, boundaries=turn.boundaries)
-        wanted = [mask & ~known for mask, known in zip(plan.store_masks, plan.known, strict=True)]
-        for mask, before in zip(wanted, turn.taken, strict=False):
-            mask[: before.size] &= ~before  # the put before has it
         turn.wanted = plan.store_masks
-        return self._kv.capture(wanted)
+        return self._kv.capture(plan, but=turn.taken)  # the put before has those
 
     def _too_much(self) -> bool:
         """Whether so many puts are under way that another one is dropped, which is counted."""

@@ -25,8 +25,9 @@ class ChunkCapture:
     """
 
     def __init__(self, geometry: ModelGeometry, wanted: Sequence[BoolArray]) -> None:
+        """``wanted``: one mask a group, which become the capture's own. See ``ModelKV.capture``."""
         self._geometry = geometry
-        self._wanted = [np.array(mask, dtype=np.bool_) for mask in wanted]
+        self._wanted = list(wanted)
         self._taken: dict[tuple[int, int], NDArray[np.uint8]] = {}
         self._seen = 0
 

@@ -168,11 +168,12 @@ class ModelKV:
                 offset += part
             yield layer, states[0], states[1]
 
-    def capture(self, plan: PutPlan | Sequence[BoolArray]) -> ChunkCapture:
+    def capture(self, plan: PutPlan | Sequence[BoolArray], *, but: Sequence[BoolArray] = ()) -> ChunkCapture:
         """A source for the put that ``plan`` is of: ``client.plan_put``, with the arguments of the put.
 
         What the plan's ``hit`` saw in the store is left out: where the get came back shorter than the hit, plan and
-        put without it. In place of a plan, masks will do, one boolean array a group.
+        put without it. So is what ``but`` has, such as the ``store_masks`` of a plan whose chunks another capture has
+        taken. In place of a plan, masks will do, one boolean array a group.
         """
         if isinstance(plan, PutPlan):
             if plan.layout.groups != self.layout.groups:
@@ -182,7 +183,10 @@ class ModelKV:
             raise InvalidRequestError(
                 f"there are masks of {len(plan)} groups, and the model has {len(self._geometry.groups)}"
             )
-        return ChunkCapture(self._geometry, plan)
+        wanted = [np.array(mask, dtype=np.bool_) for mask in plan]
+        for mask, taken in zip(wanted, but, strict=False):
+            mask[: taken.size] &= ~taken[: mask.size]
+        return ChunkCapture(self._geometry, wanted)
 
     def prefill(
         self,

@@ -45,19 +45,17 @@ from mooncake_sparse_client.integrations.transformers import ModelKV, cache_argu
 
 pytestmark = pytest.mark.models
 
+EIGHT_BILLION = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "dtype": "bfloat16",
+}
 #: The figures of the public configs that the presets name.
 PUBLIC: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(
-        num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, dtype="bfloat16"
-    ),
-    "mistral": lambda: MistralConfig(
-        num_hidden_layers=32,
-        hidden_size=4096,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        sliding_window=4096,
-        dtype="bfloat16",
-    ),
+    "llama": lambda: LlamaConfig(**EIGHT_BILLION),
+    "mistral": lambda: MistralConfig(**EIGHT_BILLION, sliding_window=4096),
     "gemma-3": lambda: Gemma3TextConfig(
         num_hidden_layers=48,
         hidden_size=3840,
