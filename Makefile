@@ -12,12 +12,13 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: help demo serve test test-models test-faults soak lint format install system clean
+.PHONY: help demo serve test test-jobs test-models test-faults soak lint format install browser system clean
 
 help:
 	@echo "make demo   replay a small workload on a local Mooncake (ARGS='--help' for more)"
 	@echo "make serve  run a local Mooncake to develop against"
 	@echo "make test   run the tests"
+	@echo "make test-jobs  whole offline jobs: killed, shared out, on Ray (installs Ray, and Chromium where apt-get can)"
 	@echo "make test-models  real attention, stored and restored (installs PyTorch and transformers)"
 	@echo "make test-faults  kill, stop and damage a Mooncake under the client (ten minutes)"
 	@echo "make soak   random faults under load, ten minutes (ARGS='--minutes 1' for fewer)"
@@ -32,6 +33,9 @@ serve: install
 
 test: install
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-jobs: $(VENV)/jobs-installed | browser
+	$(RUN) -m pytest -m jobs $(ARGS)
 
 test-models: $(VENV)/models-installed
 	$(RUN) -m pytest -m models $(ARGS)
@@ -63,6 +67,19 @@ $(VENV)/models-installed: $(VENV)/installed
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[$(MOONCAKE),dev,transformers]'
 	touch $@
+
+$(VENV)/jobs-installed: $(VENV)/installed
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[$(MOONCAKE),dev,ray]'
+	touch $@
+
+# A test looks at a report in a browser. Without one it is skipped.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+	  as_root=; [ "$$(id -u)" = 0 ] || as_root=sudo; \
+	  echo "installing chromium"; \
+	  $$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null || \
+	  echo "no chromium: the test that wants it is skipped"; \
+	}
 
 # What the native wheel links to, and what Debian leaves out of Python; installed only where missing.
 system:

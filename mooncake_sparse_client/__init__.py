@@ -21,7 +21,7 @@ from .core.plans import PrefixHit, PutPlan
 from .core.prefix import PrefixReport, explain_prefix, longest_usable_prefix
 from .core.presets import PRESETS, layout_for
 from .core.reasons import Reason
-from .core.results import ChunkFailure, GetResult, Health, PutResult, RemoveResult
+from .core.results import ChunkFailure, GetResult, Health, PutResult, RemoveResult, VerifyResult
 from .core.sequence import TokenSequence
 from .core.tally import Tally
 from .errors import SparseStoreError
@@ -101,6 +101,7 @@ __all__ = [
     "ThrottledStore",
     "TokenIds",
     "TokenSequence",
+    "VerifyResult",
     "WhenDown",
     "WrappedStore",
     "chunk_name",

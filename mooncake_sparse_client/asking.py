@@ -12,8 +12,8 @@ from typing import TypeAlias
 import numpy as np
 
 from .core.known import PRESENT, in_state
-from .core.masks import BoolArray, load_mask, read_only, store_mask
-from .core.plans import PrefixHit, no_presence
+from .core.masks import BoolArray, load_mask, read_only
+from .core.plans import PrefixHit
 from .core.results import RemoveResult
 from .core.search import PrefixSearch
 from .data_plane.reading import Room
@@ -84,18 +84,15 @@ class Asker:
             requests=search.requests,
         )
 
-    async def exists(self, hashes: Hashes, num_tokens: int, *, all_chunks: bool) -> tuple[BoolArray, ...]:
-        layout = self._identity.layout
-        wanted = store_mask(layout, layout.align(num_tokens))
-        if all_chunks:
-            wanted = tuple(np.ones_like(mask) for mask in wanted)
+    async def exists(self, hashes: Hashes, wanted: Sequence[BoolArray]) -> tuple[BoolArray, ...]:
+        """Which of the ``wanted`` chunks are there: arrays like those."""
         groups, chunks = chosen(wanted)
         found = np.zeros(len(groups), dtype=np.bool_)
         for start in range(0, len(groups), _WINDOW):
             window = slice(start, start + _WINDOW)
             parts = parts_of(runs_of(groups[window]), chunks[window])
             found[window] = await self._present(parts, hashes)
-        present = no_presence(layout, num_tokens)
+        present = tuple(map(np.zeros_like, wanted))
         for group, run in runs_of(groups):
             present[group][chunks[run]] = found[run]
         return present

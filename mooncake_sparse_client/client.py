@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
+from operator import is_not
 from typing import NamedTuple
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from .chunks import Sink, Source, check_source
 from .core.hashing import TokenIds
-from .core.masks import BoolArray, token_count
-from .core.plans import PrefixHit, PutPlan, no_presence, plan_put
-from .core.results import GetResult, Health, PutResult, RemoveResult
+from .core.masks import BoolArray, store_mask, token_count
+from .core.plans import PrefixHit, PutPlan, plan_put
+from .core.results import GetResult, Health, PutResult, RemoveResult, VerifyResult
 from .core.sequence import TokenSequence
+from .data_plane.auditing import Audit
 from .data_plane.ends import BufferEnd, PagedEnd
 from .data_plane.movers import DirectMover, StagedMover
 from .data_plane.writing import PutStep
@@ -30,11 +33,11 @@ _LONGEST_LEASE = 10.0
 class _Wanted(NamedTuple):
     """What ``put`` and ``plan_put`` are asked to keep; see ``put``."""
 
-    hit: PrefixHit | None
-    num_tokens: int | None
-    num_prompt_tokens: int | None
-    start_token: int
-    boundaries: Sequence[int]
+    hit: PrefixHit | None = None
+    num_tokens: int | None = None
+    num_prompt_tokens: int | None = None
+    start_token: int = 0
+    boundaries: Sequence[int] = ()
 
 
 class SparseStoreClient(ClientLifecycle):
@@ -128,6 +131,7 @@ class SparseStoreClient(ClientLifecycle):
         start_token: int = 0,
         boundaries: Sequence[int] = (),
         confirm: bool = False,
+        plan: PutPlan | None = None,
     ) -> Coroutine[None, None, PutResult]:
         """Write the chunks of the sequence that a later hit could reach and the store lacks.
 
@@ -138,6 +142,7 @@ class SparseStoreClient(ClientLifecycle):
         request's own lookup; what it saw is not asked again, and the junction that it found is kept.
         ``start_token``: the last result's ``end_token`` when one request puts in steps. ``boundaries``: token
         positions that later requests will part at. ``confirm``: ask again before a chunk counts as written.
+        ``plan``: what ``plan_put`` answered for this sequence, in place of ``hit`` and whatever else it was made from.
 
         The sequence is taken as long as it is when this is called, whenever the put is awaited: tokens that it
         grows by meanwhile have no cache yet. What the source hands out must stay as it is until the put is over.
@@ -147,16 +152,28 @@ class SparseStoreClient(ClientLifecycle):
         """
         length = len(sequence) if isinstance(sequence, TokenSequence) else 0
         wanted = _Wanted(hit, num_tokens, num_prompt_tokens, start_token, boundaries)
-        return self._put(sequence, length, source, wanted, confirm=confirm)
+        return self._put(sequence, length, source, wanted, plan, confirm=confirm)
 
     async def _put(
-        self, sequence: TokenSequence, length: int, source: Source, wanted: _Wanted, *, confirm: bool
+        self,
+        sequence: TokenSequence,
+        length: int,
+        source: Source,
+        wanted: _Wanted,
+        plan: PutPlan | None,
+        *,
+        confirm: bool,
     ) -> PutResult:
         self._check_open()
         check_source(source)
+        if plan is not None and any(map(is_not, wanted, _Wanted())):
+            raise InvalidRequestError("a plan says what to keep: leave out hit, start_token and the like")
         mover = self._mover(source)
         hashes, _ = await self._hashes(sequence, length)
-        plan = self._plan(hashes, length, wanted)
+        if plan is None:
+            plan = self._plan(hashes, length, wanted)
+        else:
+            self._check_plan(plan, hashes, length)
         mover.check(plan.store_masks)
         step = PutStep(self._transport, plan, hashes, mover, confirm=confirm, patience=self._patience)
         try:
@@ -204,17 +221,42 @@ class SparseStoreClient(ClientLifecycle):
             retention_origin=self.retention_origin,
         )
 
-    async def exists(self, sequence: TokenSequence, *, all_chunks: bool = False) -> tuple[BoolArray, ...]:
+    async def exists(
+        self, sequence: TokenSequence, *, all_chunks: bool = False, plan: PutPlan | None = None
+    ) -> tuple[BoolArray, ...]:
         """Which chunks of the sequence's whole blocks are in the store: one boolean array a group.
 
-        Asks only for chunks that some boundary could need, the others are False; ``all_chunks``: for all.
+        Asks only for chunks that some boundary could need, the others are False; ``all_chunks``: for all; ``plan``
+        (of ``plan_put`` for this sequence): for those that it keeps, in arrays like its ``store_masks``.
         """
         hashes, num_tokens = await self._hashes(sequence)
+        wanted = store_mask(self.layout, self.layout.align(num_tokens))
+        if all_chunks:
+            wanted = tuple(map(np.ones_like, wanted))
+        elif plan is not None:
+            self._check_plan(plan, hashes, num_tokens)
+            wanted = plan.store_masks
         try:
             async with self._asking("asking for the chunks of a sequence"):
-                return await self._asker.exists(hashes, num_tokens, all_chunks=all_chunks)
+                return await self._asker.exists(hashes, wanted)
         except self._misses:
-            return no_presence(self.layout, num_tokens)
+            return tuple(map(np.zeros_like, wanted))
+
+    async def verify(self, sequence: TokenSequence, *, plan: PutPlan | None = None) -> VerifyResult:
+        """Read back every chunk that ``plan`` keeps (default: that a put of the whole sequence would), check each
+        byte as a get does, and hand none over.
+
+        It moves all of these bytes: much more than a get, which reads the chunks of one boundary. A chunk that turns
+        out damaged counts as absent, as in a get, and is replaced by the next put. Raises what a store that is out of
+        reach raises, whatever ``when_down`` says.
+        """
+        hashes, num_tokens = await self._hashes(sequence)
+        if plan is None:
+            plan = self._plan(hashes, num_tokens, _Wanted())
+        else:
+            self._check_plan(plan, hashes, num_tokens)
+        async with self._asking(f"verifying tokens {plan.start_token} to {plan.end_token}", moving=True):
+            return await Audit(self._transport, plan, hashes).run()
 
     async def remove(self, sequence: TokenSequence, *, force: bool = False) -> RemoveResult:
         """Delete the sequence's chunks under this client's keys, prefixes shared with others included.
@@ -325,6 +367,17 @@ class SparseStoreClient(ClientLifecycle):
             raise InvalidRequestError(
                 f"the sequence is hashed by {sequence.hasher}, this client's keys by {self.hasher}"
             )
+
+    def _check_plan(self, plan: PutPlan, hashes: tuple[bytes, ...], num_tokens: int) -> None:
+        if not isinstance(plan, PutPlan):
+            raise InvalidRequestError(f"plan must be the PutPlan of plan_put, not {type(plan).__name__}")
+        if plan.layout.groups != self.layout.groups or plan.end_token > self.layout.align(num_tokens):
+            raise InvalidRequestError(
+                f"the plan is of {plan.end_token} tokens in {len(plan.layout.groups)} group(s), and this sequence has "
+                f"{num_tokens} tokens in {len(self.layout.groups)}: pass a plan that plan_put made for it"
+            )
+        if hashes[: len(plan.hit_hashes)] != plan.hit_hashes:
+            raise InvalidRequestError("the plan's hit is not of this sequence: plan with the request's own lookup")
 
     def _check_hit(self, hit: PrefixHit) -> None:
         if not isinstance(hit, PrefixHit):

@@ -42,6 +42,7 @@ from .settings import (
     checked_resilience,
     checked_timeout,
     checked_when_down,
+    lends_memory,
     local_config,
     open_connected,
     open_local,
@@ -92,6 +93,7 @@ class ClientLifecycle:
         self._stack = AsyncExitStack()
         #: Those that ask the store now.
         self._calls: set[Bound] = set()
+        self._lends_memory = False
         if not isinstance(limits, Limits):
             raise ConfigError(f"limits must be a Limits, not {limits!r}")
         self._limits = limits
@@ -181,6 +183,7 @@ class ClientLifecycle:
         self._transport = Transport(store, self._identity, self._limits, resilience, staging, on_hang=self._cut_calls)
         self._asker, self._reader = Asker(self._transport), Reader(self._transport)
         self._registry = Registry(self._transport.memory, self._identity)
+        self._lends_memory = lends_memory(store)
         self._state = _State.OPEN
 
     async def __aenter__(self) -> Self:
@@ -266,6 +269,17 @@ class ClientLifecycle:
     def retention_origin(self) -> str:
         """Where the retention interval was set: ``argument``, a variable's name or ``default``."""
         return self._retention.origin
+
+    @property
+    def when_down(self) -> WhenDown:
+        """Whether a store that cannot be reached raises, or counts as one that has nothing."""
+        return "miss" if self._misses else "raise"
+
+    @property
+    def lends_memory(self) -> bool:
+        """Whether this process holds memory of the Mooncake that it uses (``local``, or mode ``embedded``): what lies
+        there goes when the client is closed. False before the client is open."""
+        return self._lends_memory
 
     def _bounded(self, what: str, seconds: float | None = None) -> Bound:
         """Let a block take so long, at most ``timeout`` seconds."""

@@ -19,6 +19,7 @@ from .resilience import Resilience
 from .stores.base import Store
 from .stores.local import LocalMooncake, check_memory
 from .stores.mooncake import MooncakeStore
+from .stores.wrapping import WrappedStore
 
 WhenDown: TypeAlias = Literal["raise", "miss"]
 #: Seconds.
@@ -101,6 +102,13 @@ def check_room(largest: int, store: Store, limits: Limits) -> None:
             f"the layout's largest chunk takes {largest} bytes, but Limits.staging_bytes is "
             f"{limits.staging_bytes}; give it room for a few chunks"
         )
+
+
+def lends_memory(store: Store) -> bool:
+    """Whether values lie in a segment of this process."""
+    while isinstance(store, WrappedStore):
+        store = store.inner
+    return isinstance(store, MooncakeStore) and store.config.global_segment_size > 0
 
 
 async def open_connected(stack: AsyncExitStack, config: MooncakeConfig, timeout: float) -> Store:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ..errors import SparseStoreError
-from . import bench, demo, explain, serve
+from . import bench, demo, explain, precompute, serve, verify
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Run, str]] = {
@@ -21,7 +21,17 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Run, str]]
     ),
     "demo": (demo.add_arguments, demo.run, "replay a request trace on a Mooncake store and show what masks save"),
     "explain": (explain.add_arguments, explain.run, "show which chunks a put keeps, and why, and draw them"),
+    "precompute": (
+        precompute.add_arguments,
+        precompute.run,
+        "compute what a store lacks of the KV cache of a corpus, and put it there",
+    ),
     "serve": (serve.add_arguments, serve.run, "run a local Mooncake (master and owner) to develop against"),
+    "verify": (
+        verify.add_arguments,
+        verify.run,
+        "read a corpus's KV cache back, and say what of it is there, damaged or gone",
+    ),
 }
 
 

@@ -43,24 +43,24 @@ class DemoReport:
             "tokens": counts.tokens,
             "hit_tokens": counts.hit_tokens,
             "hit_rate": counts.hit_rate,
-            "written": _figures_of(self._written),
-            "existing": _figures_of(counts.existing),
-            "unreachable": _figures_of(counts.unreachable),
-            "failed": _figures_of(counts.failed),
-            "read": _figures_of(counts.read),
+            "written": self._written.figures(),
+            "existing": counts.existing.figures(),
+            "unreachable": counts.unreachable.figures(),
+            "failed": counts.failed.figures(),
+            "read": counts.read.figures(),
             "verified_bytes": counts.verified_bytes,
             "wrong_bytes": counts.wrong_bytes,
             "seconds": round(self.seconds, 3),
             "groups": [
-                {"group": _label(spec), "page_size_bytes": spec.page_size_bytes, "written": _figures_of(tally)}
+                {"group": _label(spec), "page_size_bytes": spec.page_size_bytes, "written": tally.figures()}
                 for spec, tally in zip(self.layout.groups, counts.written, strict=True)
             ],
             "models": {
                 name: {
                     "hit_tokens": model.hit_tokens,
                     "hit_rate": model.hit_rate,
-                    "written": _figures_of(model.total_written),
-                    "groups": [_figures_of(tally) for tally in model.written],
+                    "written": model.total_written.figures(),
+                    "groups": [tally.figures() for tally in model.written],
                 }
                 for name, model in self.models.items()
             },
@@ -118,10 +118,6 @@ class DemoReport:
             ["of all requests' puts", "chunks", "bytes"],
             [[label, *_cells(tally)] for label, tally in tallies.items()],
         )
-
-
-def _figures_of(tally: Tally) -> dict[str, int]:
-    return {"chunks": tally.chunks, "bytes": tally.bytes}
 
 
 def _cells(tally: Tally) -> list[str]:

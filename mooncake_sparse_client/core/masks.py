@@ -116,7 +116,14 @@ def store_mask(
     if total % layout.alignment:
         raise InvalidRequestError(f"num_tokens must be a multiple of the alignment {layout.alignment}, not {total}")
     first_token = token_count(start_token, "start_token")
-    singles = np.array(retained_boundaries(layout, num_prompt_tokens, boundaries), dtype=np.int64)
+    return kept_chunks(layout, first_token, total, interval, retained_boundaries(layout, num_prompt_tokens, boundaries))
+
+
+def kept_chunks(
+    layout: KVCacheLayout, first_token: int, total: int, interval: int | None, retained: Iterable[int]
+) -> tuple[BoolArray, ...]:
+    """``store_mask`` of tokens ``[first_token, total)``, for boundaries as they are retained; all of it checked."""
+    singles = np.array(list(retained), dtype=np.int64)
     masks = []
     for spec in layout.groups:
         mask = periodic_mask(layout, spec, total // spec.block_size, interval)

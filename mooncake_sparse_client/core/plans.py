@@ -20,9 +20,9 @@ from .layout import FullAttentionSpec, KVCacheLayout
 from .masks import (
     BoolArray,
     check_retention_interval,
+    kept_chunks,
     read_only,
     retained_boundaries,
-    store_mask,
     token_count,
 )
 from .prefix import PrefixReport, candidate_boundaries, explain_prefix, longest, usable_boundaries
@@ -125,6 +125,8 @@ class PutPlan:
     #: A group's kept and never offered chunks.
     reachable: tuple[Tally, ...]
     unreachable: tuple[Tally, ...]
+    #: The block hashes that ``known`` is of: none without a lookup.
+    hit_hashes: tuple[bytes, ...] = field(default=(), repr=False)
 
     @property
     def reasons(self) -> tuple[ReasonArray, ...]:
@@ -185,31 +187,73 @@ def plan_put(
     positions = items_of(boundaries, "boundaries", InvalidRequestError)
     interval = check_retention_interval(layout, retention_interval)
     learned = learned_junctions(layout, hit.hit_length, hit.shared_length) if hit is not None else []
-    masks = store_mask(
+    return _plan(
         layout,
-        end,
-        start_token=start,
-        retention_interval=interval,
-        num_prompt_tokens=prompt,
-        boundaries=positions + learned,
+        range(start, end),
+        prompt,
+        (interval, retention_origin),
+        replay=retained_boundaries(layout, prompt, ()),
+        caller=retained_boundaries(layout, None, positions) if positions else (),
+        junctions=retained_boundaries(layout, None, learned) if learned else (),
+        hit=hit if trust_hit else None,
     )
-    replay = retained_boundaries(layout, prompt, ())
-    caller = retained_boundaries(layout, None, positions) if positions else ()
-    junctions = retained_boundaries(layout, None, learned) if learned else ()
+
+
+def plan_stretch(
+    layout: KVCacheLayout,
+    start_token: int,
+    end_token: int,
+    *,
+    replay_boundaries: Sequence[int] = (),
+    junctions: Sequence[int] = (),
+    retention_interval: int | None = None,
+    retention_origin: str = "",
+) -> PutPlan:
+    """What to keep of tokens ``[start_token, end_token)``, both aligned, for all the prompts that pass through them.
+
+    ``replay_boundaries`` and ``junctions`` of those prompts, as ``retained_boundaries`` gives them: ascending. Those
+    behind ``end_token`` count too, since their windows may reach back. ``retention_interval`` is checked.
+    """
+    return _plan(
+        layout,
+        range(start_token, end_token),
+        end_token,
+        (retention_interval, retention_origin),
+        replay=tuple(replay_boundaries),
+        junctions=tuple(junctions),
+    )
+
+
+def _plan(
+    layout: KVCacheLayout,
+    tokens: range,
+    num_prompt_tokens: int,
+    retention: tuple[int | None, str],
+    *,
+    replay: tuple[int, ...],
+    caller: tuple[int, ...] = (),
+    junctions: tuple[int, ...] = (),
+    hit: PrefixHit | None = None,
+) -> PutPlan:
+    start, end = tokens.start, tokens.stop
+    interval, origin = retention
+    retained = tuple(sorted({*replay, *caller, *junctions}))
+    masks = kept_chunks(layout, start, end, interval, retained)
     counts = [int(np.count_nonzero(mask)) for mask in masks]
     return PutPlan(
         layout=layout,
         start_token=start,
         end_token=end,
-        num_prompt_tokens=prompt,
+        num_prompt_tokens=num_prompt_tokens,
         retention_interval=interval,
-        retention_origin=retention_origin,
-        boundaries=tuple(sorted({*replay, *caller, *junctions})),
+        retention_origin=origin,
+        boundaries=retained,
         replay_boundaries=replay,
         caller_boundaries=caller,
         junctions=junctions,
         store_masks=read_only(masks),
-        known=read_only(_known(masks, hit if trust_hit else None)),
+        known=read_only(_known(masks, hit)),
+        hit_hashes=() if hit is None else hit.block_hashes,
         reachable=tuple(
             Tally.of(count, spec.page_size_bytes) for spec, count in zip(layout.groups, counts, strict=True)
         ),

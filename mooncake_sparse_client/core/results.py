@@ -55,6 +55,20 @@ class GetResult:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """What became of the chunks that a plan keeps, by reading each of them back."""
+
+    #: In the store, with the bytes that were put.
+    intact: Tally = NOTHING
+    missing: Tally = NOTHING
+    #: There, and not what was put: counted as absent from now on, where nobody else writes under these keys.
+    damaged: Tally = NOTHING
+    #: Not to be read for now: the owner of their memory does not deliver them.
+    unread: Tally = NOTHING
+    failures: tuple[ChunkFailure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RemoveResult:
     """How many chunks went, were not there, or are leased to a reader for now."""
 

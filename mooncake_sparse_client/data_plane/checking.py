@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,11 @@ from .transfer import Jobs
 
 Views: TypeAlias = tuple[memoryview, ...]
 Bytes: TypeAlias = NDArray[np.uint8]
+
+#: What a reader finds wrong with bytes that did arrive, or with their number.
+DAMAGE: Final = frozenset({"header", "version", "fingerprint", "group", "length", "name", "checksum"})
+#: Nothing is stored under the key.
+MISSING: Final = "missing"
 
 
 def checksums(payloads: Iterable[Views]) -> list[int]:

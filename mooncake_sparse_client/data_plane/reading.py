@@ -19,6 +19,7 @@ from ..core.prefix import longest_without
 from ..core.results import ChunkFailure, GetResult
 from ..core.tally import Tally
 from ..stores.base import Failure
+from .checking import DAMAGE
 from .movers import GetMover
 from .pressure import jittered
 from .transfer import Numbers, Transport, chosen, listed, runs_of
@@ -102,7 +103,7 @@ class Reader:
         if loss.failure is _OUT_OF_REACH:
             return  # it was not asked for: nothing new is known
         # Under keys that others write too, they may mend it.
-        if kind in _DAMAGE and self._identity.owns_namespace:
+        if kind in DAMAGE and self._identity.owns_namespace:
             ledger.mark_damaged(loss.key)
         elif kind == _OUT_OF_REACH.kind:
             ledger.mark_out_of_reach(loss.key)
@@ -253,7 +254,5 @@ def _where(losses: dict[int, _Loss]) -> list[tuple[int, int]]:
     return [(loss.group, loss.chunk) for loss in losses.values()]
 
 
-#: What a reader finds wrong with bytes that did arrive, or with their number.
-_DAMAGE = frozenset({"header", "version", "fingerprint", "group", "length", "name", "checksum"})
 #: For a chunk whose owner did not deliver a moment ago.
 _OUT_OF_REACH = Failure("transfer", False, "the owner of its memory did not deliver it a moment ago")

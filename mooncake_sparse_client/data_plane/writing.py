@@ -13,6 +13,7 @@ from ..core.masks import BoolArray
 from ..core.plans import PutPlan
 from ..core.results import ChunkFailure, PutResult
 from ..core.tally import NOTHING, Tally
+from .checking import MISSING
 from .claims import Claim
 from .lane import Answers
 from .ledger import members
@@ -21,8 +22,6 @@ from .pressure import FIRST_PAUSE, LONGEST_PAUSE, Turn, jittered
 from .transfer import Jobs, Numbers, Transport, chosen
 
 _FULL, _TRANSFER, _UNCONFIRMED = "full", "transfer", "unconfirmed"
-#: Gone while it was written: removed, or its owner of memory was given up. It can be written anew.
-_MISSING = "missing"
 #: There is a value, but the ledger knows that its owner does not deliver it; told as ``transfer``.
 _OUT_OF_REACH = "out of reach"
 #: Chunks that are named, claimed and asked for at a time, so that a put of any length costs the same memory.
@@ -208,7 +207,9 @@ class PutStep:
         for number, failure in enumerate(answers):
             if failure is None:
                 continue
-            if not failure.retriable and failure.kind != _MISSING:
+            # What is missing went while it was written (removed, or its owner of memory was given up), and can be
+            # written anew.
+            if not failure.retriable and failure.kind != MISSING:
                 kinds.setdefault(failure.kind, []).append(number)
                 continue
             self._why[int(part.numbers[number])] = failure.kind

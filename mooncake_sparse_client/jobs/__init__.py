@@ -1,0 +1,1 @@
+"""Offline jobs: compute the KV cache of a corpus and put it in a store."""

@@ -1,0 +1,180 @@
+"""Putting what was computed while more is being computed, a bounded number of bytes at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..chunks import ChunkBuffers
+from ..client import SparseStoreClient
+from ..core.plans import PutPlan
+from ..core.results import ChunkFailure, PutResult
+from ..core.sequence import TokenSequence
+from ..data_plane.staging import Budget
+from ..errors import StoreFullError, StoreUnavailableError
+from ..waiting import settled
+from .producers import ChunkSource
+from .steady import Patience
+from .tallies import RunTally
+from .tree import Stretch
+
+#: Reasons for which a chunk was not stored that no time cures.
+_FOR_GOOD: Final = frozenset({"rejected", "unknown"})
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """How far the storing of one stretch is."""
+
+    stretch: Stretch
+    tokens_computed: int = 0
+    chunks_written: int = 0
+    bytes_written: int = 0
+    #: Whether all that was wanted is stored, as far as is known.
+    whole: bool = True
+    #: Puts under way, and whether more are to come.
+    _open: int = 0
+    _more: bool = True
+
+    @property
+    def over(self) -> bool:
+        return not self._open and not self._more
+
+    def begin(self) -> None:
+        self._open += 1
+
+    def end(self) -> None:
+        self._open -= 1
+
+    def seal(self) -> None:
+        self._more = False
+
+
+@dataclass(slots=True)
+class _Offered:
+    """A source, and which of its chunks the store has asked for, to write them."""
+
+    source: ChunkSource
+    chunks: set[tuple[int, int]] = field(default_factory=set)
+
+    def __call__(self, group: int, chunk: int) -> ChunkBuffers | None:
+        where = (group, chunk)
+        found = self.source.get(where) if isinstance(self.source, Mapping) else self.source(group, chunk)
+        if found is not None:
+            self.chunks.add(where)
+        return found
+
+
+class Putter:
+    """Puts under way. ``on_stored``: called with each stretch all of whose puts are over."""
+
+    def __init__(
+        self,
+        client: SparseStoreClient,
+        patience: Patience,
+        tally: RunTally,
+        *,
+        max_bytes: int,
+        at_once: int,
+        on_stored: Callable[[Stored], None],
+    ) -> None:
+        self._client = client
+        self._patience = patience
+        self._tally = tally
+        self._budget = Budget(max_bytes)
+        self._places = asyncio.Semaphore(at_once)
+        self._on_stored = on_stored
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+
+    async def room(self, nbytes: int) -> None:
+        """Wait until so many bytes more may be held for puts. Raises what a put has raised meanwhile."""
+        self.check()
+        await self._budget.take(nbytes)
+        self.check()
+
+    def give_back(self, nbytes: int) -> None:
+        """For room that was not used."""
+        self._budget.give_back(nbytes)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def put(
+        self, stored: Stored, sequence: TokenSequence, plan: PutPlan, source: ChunkSource, nbytes: int, *, again: bool
+    ) -> None:
+        """Begin a put of chunks for which there is ``room``."""
+        stored.begin()
+        task = asyncio.create_task(self._put(stored, sequence, plan, _Offered(source), nbytes, again=again))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def seal(self, stored: Stored) -> None:
+        """No more puts of this stretch are to come."""
+        stored.seal()
+        self._note(stored)
+
+    async def settle(self) -> None:
+        """Wait for all puts under way. Raises what the first of those that failed has raised."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self.check()
+
+    async def cancel(self) -> None:
+        """Give up all puts under way; they are over when this returns."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await settled(asyncio.gather(*tasks, return_exceptions=True))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._error = self._error or task.exception()
+
+    async def _put(
+        self, stored: Stored, sequence: TokenSequence, plan: PutPlan, offered: _Offered, nbytes: int, *, again: bool
+    ) -> None:
+        try:
+            async with self._places:
+                result = await self._patience.keep_on(lambda: self._attempt(sequence, plan, offered))
+            written = offered.chunks - {(failure.group, failure.chunk) for failure in result.failures}
+            chunks, bytes_written = self._tally.note_put(plan, written, result.existing, again=again)
+            stored.chunks_written += chunks
+            stored.bytes_written += bytes_written
+            if result.failures or result.unavailable.chunks:
+                stored.whole = False
+        except BaseException:
+            stored.whole = False
+            raise
+        finally:
+            self._budget.give_back(nbytes)
+            stored.end()
+        self._note(stored)
+
+    async def _attempt(self, sequence: TokenSequence, plan: PutPlan, offered: _Offered) -> PutResult:
+        """One put. What may be stored later is raised, to be tried again."""
+        # Nobody looks at the results before morning: a chunk counts as written once it has been asked for.
+        result = await self._client.put(sequence, offered, plan=plan, confirm=True)
+        later = [failure for failure in result.failures if failure.reason not in _FOR_GOOD]
+        if later:
+            raise _trouble(later)
+        return result
+
+    def _note(self, stored: Stored) -> None:
+        if stored.over:
+            self._on_stored(stored)
+
+
+def _trouble(failures: list[ChunkFailure]) -> StoreFullError | StoreUnavailableError:
+    reasons = Counter(failure.reason for failure in failures)
+    counted = ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items()))
+    message = f"the store did not take {len(failures)} chunks ({counted})"
+    if reasons["full"]:
+        return StoreFullError(f"{message}: it has no room; give it more memory, or let it evict")
+    return StoreUnavailableError(message)

@@ -1,0 +1,79 @@
+"""A job's parts as tasks on a Ray cluster: the user's own, or one of Ray's on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError, MissingLibraryError
+from .report import JobReport
+from .sharding import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """``parts``: how many tasks the job is cut into. ``address``: of a cluster; empty: the one that ``RAY_ADDRESS``
+    names, else Ray is started here, with a worker for each part. ``num_cpus`` and ``num_gpus``: what each task wants.
+    """
+
+    parts: int = 2
+    address: str = ""
+    num_cpus: float = 1
+    num_gpus: float = 0
+
+
+def run_on_ray(run_part: Callable[[Shard], JobReport], options: RayOptions) -> list[JobReport]:
+    """``run_part`` for each part, on the workers of a cluster; the reports of all, that of the trunk first.
+
+    What the parts share is computed by a task of its own, before they start. ``run_part`` must be picklable, and what
+    it reads (the corpus, a model) must be there on every machine. Blocks until all are over. A part that fails is
+    raised once the others have ended, so that what they do is not lost.
+
+    Raises ``MissingLibraryError`` without Ray, and ``ConfigError`` where no cluster is to be had.
+    """
+    ray = _import_ray()
+    started_here = not ray.is_initialized()
+    if started_here:
+        _connect(ray, options)
+    try:
+
+        def do(number: int) -> JobReport:
+            return run_part(Shard(number, options.parts, trunk_apart=True))
+
+        part = ray.remote(do).options(num_cpus=options.num_cpus, num_gpus=options.num_gpus, max_retries=0)
+        trunk = ray.get(part.remote(0))
+        if trunk.status == "stopped":
+            return [trunk]
+        running = [part.remote(number) for number in range(1, options.parts + 1)]
+        ray.wait(running, num_returns=len(running))
+        return [trunk, *ray.get(running)]
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingLibraryError(
+            f"Ray is needed for this, and did not load: {error}; install it with: "
+            "pip install 'mooncake-sparse-client[ray]'"
+        ) from error
+    return ray
+
+
+def _connect(ray: Any, options: RayOptions) -> None:
+    here: dict[str, Any] = {"num_cpus": max(1, round(options.parts * options.num_cpus)), "include_dashboard": False}
+    try:
+        try:
+            ray.init(address=options.address or None, log_to_driver=True, **({} if options.address else here))
+        except ValueError:
+            if options.address:
+                raise
+            ray.init(log_to_driver=True)  # RAY_ADDRESS names a cluster, whose processors are not ours to set
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster at {options.address or 'RAY_ADDRESS or on this machine'}: {error}"
+        ) from error

@@ -1,0 +1,99 @@
+"""Reading a corpus's cache back: what of it is there, damaged or gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+
+from ..client import SparseStoreClient
+from ..core.tally import NOTHING, Tally
+from ..waiting import held
+from .corpus import Corpus, Prompts, read_corpus
+from .options import DEFAULT_OPTIONS, JobOptions
+from .planning import JobPlanner
+from .steady import Patience, Stop
+from .visiting import Visitor
+
+_OUTCOMES = ("intact", "missing", "damaged", "unread")
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What of a corpus's cache is in the store, as reading each chunk shows."""
+
+    prompts: int = 0
+    wrong_lines: int = 0
+    tokens_distinct: int = 0
+    #: In stretches all of whose chunks are intact.
+    tokens_intact: int = 0
+    intact: Tally = NOTHING
+    missing: Tally = NOTHING
+    damaged: Tally = NOTHING
+    #: The owner of their memory does not deliver them for now.
+    unread: Tally = NOTHING
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.missing.chunks or self.damaged.chunks or self.unread.chunks)
+
+    def figures(self) -> dict[str, object]:
+        """Plain values, ready for JSON."""
+        plain: dict[str, object] = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in _OUTCOMES:
+            plain[name] = getattr(self, name).figures()
+        return plain
+
+
+async def verify_corpus(
+    client: SparseStoreClient,
+    prompts: Prompts,
+    options: JobOptions = DEFAULT_OPTIONS,
+    *,
+    progress: Callable[[int, int], None] = lambda tokens, total: None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> VerifyReport:
+    """Read back all that a job over the same prompts keeps, and check every byte. Nothing is written.
+
+    ``client``: open, with the settings of the job's, its retention interval too. ``progress`` is called with the
+    distinct tokens done, and their total. Raises what a store raises that is out of reach for too long.
+    """
+    with ThreadPoolExecutor(1, "verify-files") as files:
+        corpus = await held(
+            files.submit(
+                lambda: read_corpus(
+                    prompts, client.layout, client.hasher, on_wrong=options.on_wrong, spool_folder=options.spool
+                )
+            )
+        )
+        try:
+            return await _verified(client, corpus, files, options, progress, tell)
+        finally:
+            await held(files.submit(corpus.close))
+
+
+async def _verified(
+    client: SparseStoreClient,
+    corpus: Corpus,
+    files: ThreadPoolExecutor,
+    options: JobOptions,
+    progress: Callable[[int, int], None],
+    tell: Callable[[str], None],
+) -> VerifyReport:
+    planner = JobPlanner(corpus.tree, client.retention_interval, client.retention_origin)
+    patience = Patience(options.patience_seconds, Stop(), tell)
+    visitor = Visitor(client, corpus, planner, patience, files, step_tokens=options.step_tokens)
+    stretches = await held(files.submit(lambda: list(corpus.tree.stretches())))
+    sums = dict.fromkeys(_OUTCOMES, NOTHING)
+    done = intact = 0
+    for stretch in stretches:
+        whole = True
+        for result in await visitor.read_back(stretch):
+            for name in _OUTCOMES:
+                sums[name] += getattr(result, name)
+            whole = whole and not result.failures
+        tokens = stretch.blocks * corpus.layout.alignment
+        done += tokens
+        intact += tokens if whole else 0
+        progress(done, corpus.tokens_distinct)
+    return VerifyReport(corpus.prompts, corpus.wrong_lines, corpus.tokens_distinct, intact, **sums)

@@ -1,0 +1,167 @@
+"""Coming to stretches one after another, each with what the store lacks of it; the next are asked for meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..client import SparseStoreClient
+from ..core.layout import KVCacheLayout
+from ..core.masks import BoolArray
+from ..core.plans import PutPlan
+from ..core.results import VerifyResult
+from ..core.sequence import TokenSequence
+from ..waiting import held, run_all, settled
+from .corpus import Corpus
+from .planning import JobPlanner
+from .steady import Patience
+from .tree import Stretch
+
+T = TypeVar("T")
+#: Stretches that are asked for together, and the tokens of all their paths at most.
+_TOGETHER: Final = 64
+_TOKENS_TOGETHER: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Visit:
+    """One stretch, come to."""
+
+    stretch: Stretch
+    layout: KVCacheLayout
+    #: Of its whole path, hashed.
+    sequence: TokenSequence
+    token_ids: NDArray[np.int64]
+    #: Chunks of the stretch that are worth storing and that the store lacks: one boolean array a group.
+    missing: tuple[BoolArray, ...]
+
+    @property
+    def lacks_some(self) -> bool:
+        return any(mask.any() for mask in self.missing)
+
+    @property
+    def first_missing(self) -> int:
+        """Where the missing begins, in tokens, aligned."""
+        starts = [
+            int(np.argmax(mask)) * spec.block_size
+            for spec, mask in zip(self.layout.groups, self.missing, strict=True)
+            if mask.any()
+        ]
+        return self.layout.align(min(starts))
+
+    def beginning(self, num_tokens: int) -> TokenSequence:
+        """The first tokens of the path, as a sequence of their own."""
+        ids = self.token_ids[:num_tokens]
+        return TokenSequence(self.sequence.hasher, ids, cache_salt=self.stretch.cache_salt)
+
+
+class Visitor:
+    """Finds out what the store lacks of a corpus's stretches. ``files``: the one thread that reads the corpus."""
+
+    def __init__(
+        self,
+        client: SparseStoreClient,
+        corpus: Corpus,
+        planner: JobPlanner,
+        patience: Patience,
+        files: ThreadPoolExecutor,
+        *,
+        step_tokens: int,
+        read_back: bool = False,
+    ) -> None:
+        """``step_tokens``: how long the parts of a stretch are. ``read_back``: believe only what was read."""
+        self.layout = corpus.layout
+        self._client = client
+        self._corpus = corpus
+        self._planner = planner
+        self._patience = patience
+        self._files = files
+        self._step = max(corpus.layout.align(step_tokens), corpus.layout.alignment)
+        self._read_back = read_back
+
+    def parts(self, stretch: Stretch, start: int, end: int) -> Iterator[PutPlan]:
+        """What to keep of tokens ``[start, end)`` of a stretch, a few thousand tokens at a time."""
+        for first in range(start, end, self._step):
+            yield self._planner.plan(stretch, first, min(first + self._step, end))
+
+    async def visits(self, stretches: Sequence[Stretch]) -> AsyncGenerator[Visit, None]:
+        """All of them, in their order. To be closed."""
+        batches = _batches(stretches, self.layout.alignment)
+        ahead: asyncio.Task[list[Visit]] | None = None
+        try:
+            for batch in batches:
+                following = asyncio.create_task(self._look(batch))
+                ready, ahead = ahead, following
+                for visit in await ready if ready is not None else ():
+                    yield visit
+            for visit in await ahead if ahead is not None else ():
+                yield visit
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                await settled(asyncio.gather(ahead, return_exceptions=True))
+
+    async def _look(self, batch: Sequence[Stretch]) -> list[Visit]:
+        """The visits of a batch; what they ask the store travels together."""
+
+        def read() -> list[tuple[TokenSequence, NDArray[np.int64], PutPlan]]:
+            found = []
+            for stretch in batch:
+                sequence = self._corpus.sequence(stretch)
+                found.append((sequence, sequence.token_ids, self._planner.plan(stretch)))
+            return found
+
+        ready = await self._on_thread(read)
+        missing = await run_all(
+            self._missing_of(stretch, sequence, plan) for stretch, (sequence, _, plan) in zip(batch, ready, strict=True)
+        )
+        return [
+            Visit(stretch, self.layout, sequence, ids, masks)
+            for stretch, (sequence, ids, _), masks in zip(batch, ready, missing, strict=True)
+        ]
+
+    async def _missing_of(self, stretch: Stretch, sequence: TokenSequence, plan: PutPlan) -> tuple[BoolArray, ...]:
+        if not self._read_back:
+            return await self.missing(sequence, plan)
+        missing = tuple(map(np.zeros_like, plan.store_masks))
+        for verified in await self.read_back(stretch, sequence):
+            for failure in verified.failures:
+                missing[failure.group][failure.chunk] = True
+        return missing
+
+    async def read_back(self, stretch: Stretch, sequence: TokenSequence | None = None) -> list[VerifyResult]:
+        """What reading all of its chunks shows, part by part, since a call has but so much time."""
+        known = await self._on_thread(lambda: self._corpus.sequence(stretch)) if sequence is None else sequence
+        size = self.layout.alignment
+
+        async def verify(part: PutPlan) -> VerifyResult:
+            return await self._patience.keep_on(lambda: self._client.verify(known, plan=part))
+
+        return [await verify(part) for part in self.parts(stretch, stretch.start * size, stretch.end * size)]
+
+    async def missing(self, sequence: TokenSequence, plan: PutPlan) -> tuple[BoolArray, ...]:
+        """What the store lacks of what a plan keeps."""
+        present = await self._patience.keep_on(lambda: self._client.exists(sequence, plan=plan))
+        return tuple(mask & ~there for mask, there in zip(plan.store_masks, present, strict=True))
+
+    async def _on_thread(self, call: Callable[[], T]) -> T:
+        return await held(self._files.submit(call))
+
+
+def _batches(stretches: Sequence[Stretch], alignment: int) -> Iterator[list[Stretch]]:
+    batch: list[Stretch] = []
+    tokens = 0
+    for stretch in stretches:
+        if batch and (len(batch) == _TOGETHER or tokens >= _TOKENS_TOGETHER):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(stretch)
+        tokens += stretch.end * alignment
+    if batch:
+        yield batch

@@ -1,0 +1,74 @@
+"""Cutting a tree into parts: each stretch once, the trunk above them all, about equal work."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import slower
+from test_planning import random_corpus, read
+
+from mooncake_sparse_client import FullAttentionSpec, KVCacheLayout
+from mooncake_sparse_client.errors import ConfigError
+from mooncake_sparse_client.jobs.sharding import Shard, share_out
+
+LAYOUT = KVCacheLayout([FullAttentionSpec(4, page_size_bytes=8)])
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5))
+@slower
+def test_each_stretch_is_in_the_trunk_or_in_one_part(seed: int, count: int) -> None:
+    with read(LAYOUT, random_corpus(random.Random(seed), LAYOUT)) as corpus:
+        order = list(corpus.tree.stretches())
+        shares = share_out(corpus.tree, count)
+        assert len(shares.parts) == count
+        assert sorted(map(order.index, [*shares.trunk, *(item for part in shares.parts for item in part)])) == list(
+            range(len(order))
+        )
+        for part in (shares.trunk, *shares.parts):
+            assert [order.index(stretch) for stretch in part] == sorted(map(order.index, part))
+        for part in shares.parts:
+            for stretch in part:
+                assert all(child in part for child in stretch.children.values())
+        for stretch in shares.trunk:
+            assert stretch.parent is corpus.tree.root or stretch.parent in shares.trunk
+            below, todo = set(), list(stretch.children.values())
+            while todo:
+                child = todo.pop()
+                below |= {number for number, part in enumerate(shares.parts) if child in part}
+                todo += child.children.values()
+            assert len(below) > 1
+
+
+def test_parts_are_about_equal_and_the_trunk_is_counted() -> None:
+    dice = random.Random(5)
+    system = [1] * 40
+    prompts = [system + [dice.randint(2, 4)] * 8 + [100 + number] * dice.randint(4, 60) for number in range(60)]
+    with read(LAYOUT, prompts) as corpus:
+        shares = share_out(corpus.tree, 3)
+        assert [stretch.blocks for stretch in shares.trunk][0] == 10
+        trunk = sum(stretch.blocks for stretch in shares.trunk)
+        loads = [sum(stretch.blocks for stretch in part) for part in shares.parts]
+        loads[0] += trunk
+        assert max(loads) - min(loads) <= max(loads) // 10
+        assert shares.of(Shard(1, 3)) == (shares.trunk, shares.parts[0])
+        assert shares.of(Shard(3, 3)) == ((), shares.parts[2])
+        assert shares.of(Shard(0, 3)) == (shares.trunk, ())
+
+
+def test_one_prompt_cannot_be_cut() -> None:
+    with read(LAYOUT, [[1] * 400]) as corpus:
+        shares = share_out(corpus.tree, 3)
+        assert shares.trunk == ()
+        assert [len(part) for part in shares.parts] == [1, 0, 0]
+
+
+def test_shards_are_written_as_people_write_them() -> None:
+    assert Shard.parse("2/3") == Shard(2, 3)
+    assert Shard.parse("trunk/3") == Shard(0, 3)
+    assert [str(Shard(1, 3)), str(Shard(0, 3))] == ["1/3", "trunk/3"]
+    for text in ("3", "4/3", "1/0", "a/b", "-1/3", "1/3/3", "trunk/0"):
+        with pytest.raises(ConfigError, match="part"):
+            Shard.parse(text)
