@@ -22,6 +22,7 @@ from .data_plane.writing import PutStep
 from .errors import InvalidRequestError, StoreError
 from .lifecycle import ClientLifecycle
 from .paged import PagedKVCache
+from .request_checks import check_hit, check_own, check_plan, check_sequence
 from .stores.regions import Region
 
 #: Prompts with more tokens than this to hash are hashed on a thread.
@@ -202,12 +203,7 @@ class SparseStoreClient(ClientLifecycle):
     def _plan(self, hashes: tuple[bytes, ...], length: int, wanted: _Wanted) -> PutPlan:
         hit = wanted.hit
         if hit is not None:
-            self._check_hit(hit)
-            if hashes[: len(hit.block_hashes)] != hit.block_hashes:
-                raise InvalidRequestError(
-                    "hit is not of this sequence: its tokens, salt, LoRA, images or embeddings differ; "
-                    "pass the hit of the request's own lookup"
-                )
+            self._check_own_hit(hit, hashes)
         return plan_put(
             self.layout,
             length,
@@ -359,35 +355,16 @@ class SparseStoreClient(ClientLifecycle):
         return min(self._timeout / 2, lease + 1)
 
     def _check_sequence(self, sequence: TokenSequence) -> None:
-        if not isinstance(sequence, TokenSequence):
-            raise InvalidRequestError(
-                f"expected a sequence made by client.sequence(...), not {type(sequence).__name__}"
-            )
-        if sequence.hasher != self.hasher:
-            raise InvalidRequestError(
-                f"the sequence is hashed by {sequence.hasher}, this client's keys by {self.hasher}"
-            )
-
-    def _check_plan(self, plan: PutPlan, hashes: tuple[bytes, ...], num_tokens: int) -> None:
-        if not isinstance(plan, PutPlan):
-            raise InvalidRequestError(f"plan must be the PutPlan of plan_put, not {type(plan).__name__}")
-        if plan.layout.groups != self.layout.groups or plan.end_token > self.layout.align(num_tokens):
-            raise InvalidRequestError(
-                f"the plan is of {plan.end_token} tokens in {len(plan.layout.groups)} group(s), and this sequence has "
-                f"{num_tokens} tokens in {len(self.layout.groups)}: pass a plan that plan_put made for it"
-            )
-        if hashes[: len(plan.hit_hashes)] != plan.hit_hashes:
-            raise InvalidRequestError("the plan's hit is not of this sequence: plan with the request's own lookup")
+        check_sequence(sequence, self.hasher)
 
     def _check_hit(self, hit: PrefixHit) -> None:
-        if not isinstance(hit, PrefixHit):
-            raise InvalidRequestError(f"expected the PrefixHit of a lookup, or a sequence, not {type(hit).__name__}")
-        if hit.cache_id != self.keys.cache_id:
-            raise InvalidRequestError(
-                f"the hit is of the cache {hit.cache_id!r}, this client's is {self.keys.cache_id!r}"
-            )
-        if hit.fingerprint != self.fingerprint:
-            raise InvalidRequestError(
-                "the hit is of a client with another layout, dtype, revision or hasher; look up with this client, "
-                "or with one made alike"
-            )
+        check_hit(hit, self.keys, self.fingerprint)
+
+    def _check_plan(self, plan: PutPlan, hashes: tuple[bytes, ...], num_tokens: int) -> None:
+        check_plan(plan, self.layout, num_tokens)
+        if plan.hit is not None:
+            self._check_own_hit(plan.hit, hashes)
+
+    def _check_own_hit(self, hit: PrefixHit, hashes: tuple[bytes, ...]) -> None:
+        self._check_hit(hit)
+        check_own(hit, hashes)

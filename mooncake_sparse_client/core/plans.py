@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..checks import items_of
 from ..errors import InvalidRequestError
@@ -25,7 +24,7 @@ from .masks import (
     retained_boundaries,
     token_count,
 )
-from .prefix import PrefixReport, candidate_boundaries, explain_prefix, longest, usable_boundaries
+from .prefix import PrefixReport, explain_prefix
 from .reasons import Reason, ReasonArray, chunk_reasons
 from .tally import Tally
 
@@ -125,8 +124,8 @@ class PutPlan:
     #: A group's kept and never offered chunks.
     reachable: tuple[Tally, ...]
     unreachable: tuple[Tally, ...]
-    #: The block hashes that ``known`` is of: none without a lookup.
-    hit_hashes: tuple[bytes, ...] = field(default=(), repr=False)
+    #: The request's own lookup, which ``known`` and ``junctions`` are of.
+    hit: PrefixHit | None = field(default=None, repr=False)
 
     @property
     def reasons(self) -> tuple[ReasonArray, ...]:
@@ -195,7 +194,8 @@ def plan_put(
         replay=retained_boundaries(layout, prompt, ()),
         caller=retained_boundaries(layout, None, positions) if positions else (),
         junctions=retained_boundaries(layout, None, learned) if learned else (),
-        hit=hit if trust_hit else None,
+        hit=hit,
+        trust_hit=trust_hit,
     )
 
 
@@ -234,6 +234,7 @@ def _plan(
     caller: tuple[int, ...] = (),
     junctions: tuple[int, ...] = (),
     hit: PrefixHit | None = None,
+    trust_hit: bool = False,
 ) -> PutPlan:
     start, end = tokens.start, tokens.stop
     interval, origin = retention
@@ -252,8 +253,8 @@ def _plan(
         caller_boundaries=caller,
         junctions=junctions,
         store_masks=read_only(masks),
-        known=read_only(_known(masks, hit)),
-        hit_hashes=() if hit is None else hit.block_hashes,
+        known=read_only(_known(masks, hit if trust_hit else None)),
+        hit=hit,
         reachable=tuple(
             Tally.of(count, spec.page_size_bytes) for spec, count in zip(layout.groups, counts, strict=True)
         ),
@@ -290,31 +291,3 @@ def no_presence(layout: KVCacheLayout, num_tokens: int) -> tuple[BoolArray, ...]
     """One all-False array a group over the whole aligned blocks of ``num_tokens``."""
     aligned = layout.align(num_tokens)
     return tuple(np.zeros(aligned // spec.block_size, dtype=np.bool_) for spec in layout.groups)
-
-
-def longest_arrived_prefix(
-    layout: KVCacheLayout,
-    num_tokens: int,
-    present: Sequence[BoolArray],
-    arrived: Sequence[BoolArray],
-    *,
-    local_tokens: int,
-) -> int:
-    """The longest usable prefix whose load mask has wholly arrived, else what the engine holds itself."""
-    usable = usable_boundaries(layout, num_tokens, present, local_tokens=local_tokens)
-    loaded = usable_boundaries(layout, num_tokens, arrived, local_tokens=local_tokens, margin=False)
-    return longest(candidate_boundaries(layout, num_tokens), usable & loaded)
-
-
-def cut_batches(sizes: Sequence[int] | NDArray[np.int64], *, max_bytes: int, max_count: int) -> list[range]:
-    """Consecutive runs of items of at most ``max_bytes`` and ``max_count``; an item that is larger than
-    ``max_bytes`` goes alone."""
-    ends = np.cumsum(sizes, dtype=np.int64)
-    batches: list[range] = []
-    first = before = 0
-    while first < len(ends):
-        fits = int(np.searchsorted(ends, before + max_bytes, side="right"))
-        stop = max(min(fits, first + max_count), first + 1)
-        batches.append(range(first, stop))
-        first, before = stop, int(ends[stop - 1])
-    return batches

@@ -128,6 +128,20 @@ def longest_without(layout: KVCacheLayout, boundary: int, lost: Iterable[tuple[i
     return longest(boundaries, possible[None])
 
 
+def longest_arrived_prefix(
+    layout: KVCacheLayout,
+    num_tokens: int,
+    present: Sequence[BoolArray],
+    arrived: Sequence[BoolArray],
+    *,
+    local_tokens: int,
+) -> int:
+    """The longest usable prefix whose load mask has wholly arrived, else what the engine holds itself."""
+    usable = usable_boundaries(layout, num_tokens, present, local_tokens=local_tokens)
+    loaded = usable_boundaries(layout, num_tokens, arrived, local_tokens=local_tokens, margin=False)
+    return longest(candidate_boundaries(layout, num_tokens), usable & loaded)
+
+
 def usable_boundaries(
     layout: KVCacheLayout,
     num_tokens: int,

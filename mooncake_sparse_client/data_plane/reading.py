@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from ..core.masks import BoolArray, load_mask
-from ..core.plans import PrefixHit, longest_arrived_prefix, no_presence
-from ..core.prefix import longest_without
+from ..core.plans import PrefixHit, no_presence
+from ..core.prefix import longest_arrived_prefix, longest_without
 from ..core.results import ChunkFailure, GetResult
 from ..core.tally import Tally
 from ..stores.base import Failure

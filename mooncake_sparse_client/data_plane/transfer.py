@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from ..config import Limits
 from ..core.keys import Chunks
 from ..core.masks import BoolArray
-from ..core.plans import cut_batches
 from ..errors import ClientClosedError, InvalidRequestError
 from ..identity import Identity
 from ..resilience import Resilience
@@ -26,6 +25,7 @@ from ..stores.regions import Region
 from ..stores.retry import RetryingStore
 from ..stores.throttle import ThrottledStore
 from ..waiting import held, run_abreast, run_all
+from .batches import cut_batches
 from .claims import Claims
 from .lane import Answers, Lane
 from .ledger import Ledger

@@ -58,8 +58,9 @@ from mooncake_sparse_client.core.framing import (
 )
 from mooncake_sparse_client.core.keys import KeyBuilder, KeySchema
 from mooncake_sparse_client.core.masks import BoolArray
-from mooncake_sparse_client.core.plans import cut_batches, longest_arrived_prefix, plan_put
-from mooncake_sparse_client.core.prefix import longest_without
+from mooncake_sparse_client.core.plans import plan_put
+from mooncake_sparse_client.core.prefix import longest_arrived_prefix, longest_without
+from mooncake_sparse_client.data_plane.batches import cut_batches
 from mooncake_sparse_client.errors import InvalidRequestError
 
 

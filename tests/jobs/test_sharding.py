@@ -48,7 +48,7 @@ def test_parts_are_about_equal_and_the_trunk_is_counted() -> None:
     prompts = [system + [dice.randint(2, 4)] * 8 + [100 + number] * dice.randint(4, 60) for number in range(60)]
     with read(LAYOUT, prompts) as corpus:
         shares = share_out(corpus.tree, 3)
-        assert [stretch.blocks for stretch in shares.trunk][0] == 10
+        assert shares.trunk[0].blocks == 10
         trunk = sum(stretch.blocks for stretch in shares.trunk)
         loads = [sum(stretch.blocks for stretch in part) for part in shares.parts]
         loads[0] += trunk
