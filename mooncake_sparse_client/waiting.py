@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -49,6 +50,16 @@ async def held(running: Future[T]) -> T:
         return await settled(asyncio.wrap_future(running), running.cancel)
     finally:
         del running  # it knows its error: see ``settled``
+
+
+@contextmanager
+def one_thread(name: str) -> Iterator[ThreadPoolExecutor]:
+    """An executor of one thread for a block on the event loop, which waits for all that it submits."""
+    executor = ThreadPoolExecutor(1, name)
+    try:
+        yield executor
+    finally:
+        executor.shutdown(wait=False)  # it is idle by now; to wait for its end would block the event loop
 
 
 class Bound:

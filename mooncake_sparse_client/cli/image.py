@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Colours that people who see few of them can tell apart too, and what they stand for.
-_PARTS: Final = {
+PARTS: Final = {
     "dense": ("#4878a8", "always kept (dense group)"),
     "segment": ("#2a9d8f", "kept for the retention interval"),
     "replay": ("#e68a00", "kept for a replay boundary"),
@@ -109,10 +109,10 @@ def colours(row: Row, grid: Grid) -> NDArray[np.float64]:
     parts.pop(SKIPPED, None)
     chosen = shares(row.chosen, row.block_size, grid)
     shown = np.where(chosen > 0, np.maximum(chosen, np.minimum(_LEAST_SHARE, 1 - outside)), 0)
-    mixed = np.outer(outside, _rgb(_BACKGROUND)) + np.outer(1 - outside - shown, _rgb(_PARTS[SKIPPED][0]))
+    mixed = np.outer(outside, _rgb(_BACKGROUND)) + np.outer(1 - outside - shown, _rgb(PARTS[SKIPPED][0]))
     stretch = np.divide(shown, chosen, out=np.zeros(grid.count), where=chosen > 0)
     for part, share in parts.items():
-        mixed += np.outer(share * stretch, _rgb(_PARTS[part][0]))
+        mixed += np.outer(share * stretch, _rgb(PARTS[part][0]))
     return np.clip(mixed, 0, 1)
 
 
@@ -141,7 +141,7 @@ def _draw_boundaries(axes: Axes, picture: Picture) -> None:
         axes.vlines(
             positions,
             *(-0.5, len(picture.sections[0].rows) - 0.5),
-            color=_PARTS[reason][0],
+            color=PARTS[reason][0],
             linewidth=0.8 if faint else 1.4,
             linestyle=":" if faint else "--",
             clip_on=False,
@@ -162,10 +162,10 @@ def _draw_legend(figure: Figure, picture: Picture) -> None:
     from matplotlib.patches import Patch
 
     rows = [row for section in picture.sections for row in section.rows]
-    used = [part for part in _PARTS if any(row.parts[part].any() for row in rows if part in row.parts)]
-    patches = [Patch(color=_PARTS[part][0], label=_PARTS[part][1]) for part in used]
+    used = [part for part in PARTS if any(row.parts[part].any() for row in rows if part in row.parts)]
+    patches = [Patch(color=PARTS[part][0], label=PARTS[part][1]) for part in used]
     lines = [
-        Line2D([], [], color=_PARTS[reason][0], linestyle=":" if reason == "segment" else "--", label=_LINES[reason])
+        Line2D([], [], color=PARTS[reason][0], linestyle=":" if reason == "segment" else "--", label=_LINES[reason])
         for reason in _drawn_boundaries(picture)
     ]
     figure.legend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,8 @@ class Corpus:
     wrong_lines: int = 0
     #: The first of them.
     wrong: list[WrongLine] = field(default_factory=list)
+    #: That reading them took.
+    seconds: float = 0.0
 
     @property
     def tokens_distinct(self) -> int:
@@ -145,6 +148,7 @@ def read_corpus(
     if on_wrong not in get_args(OnWrong):
         raise ConfigError(f"on_wrong is {on_wrong!r}; it is 'skip' or 'stop'")
     corpus = Corpus(layout, hasher, PrefixTree(layout, len(hasher.none_hash)), Spool(hasher.token_limit, spool_folder))
+    started = time.monotonic()
     try:
         for number, entry in enumerate(prompts, 1):
             wrong = _taken(corpus, entry, number)
@@ -156,6 +160,7 @@ def read_corpus(
     except BaseException:
         corpus.close()
         raise
+    corpus.seconds = time.monotonic() - started
     return corpus
 
 

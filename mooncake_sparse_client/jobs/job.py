@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from ..client import SparseStoreClient
 from ..errors import ConfigError
-from ..waiting import held
+from ..waiting import held, one_thread
 from .corpus import Corpus, Prompts, read_corpus
 from .journal import Journal, JournalIdentity
 from .options import DEFAULT_OPTIONS, JobOptions
@@ -66,7 +66,7 @@ class PrecomputeJob(Generic[State]):
         """
         self._check()
         # One thread reads the corpus and writes the journal, another one computes.
-        with ThreadPoolExecutor(1, "precompute-files") as files, ThreadPoolExecutor(1, "precompute-model") as computing:
+        with one_thread("precompute-files") as files, one_thread("precompute-model") as computing:
             try:
                 corpus = await held(files.submit(self._read))
             except StoppedError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from itertools import pairwise
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from ..core.tally import NOTHING, Tally
 from .prompts import WrongLine
@@ -13,6 +14,8 @@ from .prompts import WrongLine
 #: change. ``stopped``: the store was out of reach for too long, or somebody stopped the job; it can be resumed.
 Status: TypeAlias = Literal["done", "incomplete", "stopped"]
 
+#: Points of a curve of progress, some more or less.
+SAMPLES: Final = 1000
 #: The worst one last.
 _STATUSES: tuple[Status, ...] = get_args(Status)
 
@@ -91,7 +94,9 @@ class JobReport:
     missing: Tally = NOTHING
     groups: tuple[GroupReport, ...] = ()
     samples: tuple[Sample, ...] = field(default=(), repr=False)
+    #: Of the run, behind the reading of the corpus.
     seconds: float = 0.0
+    seconds_reading: float = 0.0
     #: Times that the store was gone through.
     passes: int = 0
     #: Seconds in which the store could not be reached.
@@ -104,27 +109,41 @@ class JobReport:
         """This run in short."""
         return RunTotals(1, self.tokens_computed, self.chunks_written, self.bytes_written, self.seconds)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Distinct tokens that were computed or found to be stored, in a second of the run."""
+        done = self.tokens_computed - self.tokens_recomputed + self.tokens_skipped
+        return done / self.seconds if self.seconds else 0.0
+
     @classmethod
     def of_parts(cls, reports: Sequence[JobReport]) -> JobReport:
-        """What the parts of a job did together; their curves of progress are left out."""
-        first = max(reports, key=lambda report: _STATUSES.index(report.status))
+        """What the parts of a job did together, as if all had begun at once, behind the trunk if that was one."""
+        worst = max(reports, key=lambda report: _STATUSES.index(report.status))
         summed = {
             item.name: sum((getattr(report, item.name) for report in reports[1:]), getattr(reports[0], item.name))
             for item in fields(cls)
             if item.name.startswith(("tokens_", "chunks_", "bytes_"))
             or item.name in ("prompts", "existing", "rewritten", "missing", "earlier")
         }
+        begun = [0.0 if report.is_trunk else sum(r.seconds for r in reports if r.is_trunk) for report in reports]
         return cls(
-            status=first.status,
+            status=worst.status,
             message="; ".join(f"part {report.part}: {report.message}" for report in reports if report.message),
             wrong_lines=max(report.wrong_lines for report in reports),  # each has read the whole corpus
             wrong=reports[0].wrong,
             groups=tuple(map(_joined, *(report.groups for report in reports))),
-            seconds=max(report.seconds for report in reports),
+            samples=_joined_samples(reports, begun),
+            seconds=max(start + report.seconds for start, report in zip(begun, reports, strict=True)),
+            seconds_reading=max(report.seconds_reading for report in reports),
             passes=max(report.passes for report in reports),
             seconds_waited=max(report.seconds_waited for report in reports),
             **summed,
         )
+
+    @property
+    def is_trunk(self) -> bool:
+        """Whether this is of a job for the trunk alone."""
+        return self.shard is not None and self.shard[0] == 0
 
     @property
     def part(self) -> str:
@@ -135,6 +154,7 @@ class JobReport:
         """Plain values, ready for JSON."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         plain["shard"] = self.part or None
+        plain["tokens_per_second"] = round(self.tokens_per_second, 1)
         for name in ("existing", "rewritten", "missing"):
             plain[name] = getattr(self, name).figures()
         plain["wrong"] = [{"line": line.line, "reason": line.reason} for line in self.wrong]
@@ -149,6 +169,19 @@ class JobReport:
         plain["samples"] = [sample._asdict() for sample in self.samples]
         plain["earlier"] = {item.name: getattr(self.earlier, item.name) for item in fields(self.earlier)}
         return plain
+
+
+def _joined_samples(reports: Sequence[JobReport], begun: Sequence[float]) -> tuple[Sample, ...]:
+    """All parts' curves of progress as one; ``begun``: when each began."""
+    steps = [
+        (start + after.seconds, after.tokens - before.tokens, after.bytes - before.bytes)
+        for report, start in zip(reports, begun, strict=True)
+        for before, after in pairwise(report.samples)
+    ]
+    joined = [Sample(0.0, 0, 0)]
+    for seconds, tokens, nbytes in sorted(steps):
+        joined.append(Sample(seconds, joined[-1].tokens + tokens, joined[-1].bytes + nbytes))
+    return (*joined[: -1 : 1 + len(joined) // SAMPLES], joined[-1])
 
 
 def _joined(*groups: GroupReport) -> GroupReport:

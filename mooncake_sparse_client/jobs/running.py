@@ -216,6 +216,7 @@ class JobRun(Generic[State]):
             groups=tally.groups(),
             samples=tally.samples(),
             seconds=round(tally.seconds, 3),
+            seconds_reading=round(corpus.seconds, 3),
             passes=self._passes,
             seconds_waited=round(patience.seconds_waited, 3),
             earlier=self._earlier,

@@ -10,11 +10,8 @@ from ..core.layout import KVCacheLayout
 from ..core.plans import PutPlan
 from ..core.tally import NOTHING, Tally
 from .planning import KEPT, label_of
-from .report import GroupReport, Sample
+from .report import SAMPLES, GroupReport, Sample
 from .tree import Stretch
-
-#: Points of the report's curve of progress. When there are twice as many, every second one is left out.
-_SAMPLES = 1000
 
 
 class RunTally:
@@ -88,7 +85,7 @@ class RunTally:
             return
         self._since = 0
         self._samples.append(Sample(round(self.seconds, 3), self.tokens_done, self._written.bytes))
-        if len(self._samples) >= 2 * _SAMPLES:
+        if len(self._samples) >= 2 * SAMPLES:  # leave every second one out from now on
             self._samples, self._every = self._samples[::2], 2 * self._every
 
     def samples(self) -> tuple[Sample, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from ..client import SparseStoreClient
 from ..core.tally import NOTHING, Tally
-from ..waiting import held
+from ..waiting import held, one_thread
 from .corpus import Corpus, Prompts, read_corpus
 from .options import DEFAULT_OPTIONS, JobOptions
 from .planning import JobPlanner
@@ -58,7 +58,7 @@ async def verify_corpus(
     ``client``: open, with the settings of the job's, its retention interval too. ``progress`` is called with the
     distinct tokens done, and their total. Raises what a store raises that is out of reach for too long.
     """
-    with ThreadPoolExecutor(1, "verify-files") as files:
+    with one_thread("verify-files") as files:
         corpus = await held(
             files.submit(
                 lambda: read_corpus(

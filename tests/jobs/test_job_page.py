@@ -25,15 +25,9 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 from numpy.typing import NDArray
 
-from mooncake_sparse_client.cli.image import _PARTS
-from mooncake_sparse_client.cli.job_page import (
-    RATE_COLOURS,
-    TOKEN_COLOURS,
-    check_page,
-    rates,
-    token_parts,
-    write_page,
-)
+from mooncake_sparse_client.cli.image import PARTS
+from mooncake_sparse_client.cli.job_page import check_page, write_page
+from mooncake_sparse_client.cli.job_plots import RATE_COLOURS, TOKEN_COLOURS, rates, token_parts
 from mooncake_sparse_client.cli.job_summary import show_summary
 from mooncake_sparse_client.core.tally import Tally
 from mooncake_sparse_client.errors import ConfigError, MissingLibraryError
@@ -221,7 +215,7 @@ def test_plots_say_what_they_draw(tmp_path: Path) -> None:
     assert "not reached 2,000,000 (10.0%)" in figures["tokens"]
     assert {"mla 256", "sliding_window 64, 128", "mamba 4", "400.0 MiB", "350.0 MiB", "0 B"} <= set(figures["bytes"])
     for reason in ("dense", "segment", "replay", "junction"):
-        assert f"{reason}: {_PARTS[reason][1]}" in figures["bytes"]
+        assert f"{reason}: {PARTS[reason][1]}" in figures["bytes"]
     assert {"thousand tokens a second", "MiB a second", "minutes"} <= set(figures["throughput"])
 
 
@@ -428,7 +422,7 @@ def test_a_browser_shows_every_plot(tmp_path: Path, browser: str) -> None:
     shown, without = screenshot(browser, tmp_path / "report.html"), screenshot(browser, bare)
     colours = {
         "tokens": list(TOKEN_COLOURS.values()),
-        "bytes": [_PARTS[reason][0] for reason in ("dense", "segment", "replay", "junction")],
+        "bytes": [PARTS[reason][0] for reason in ("dense", "segment", "replay", "junction")],
         "throughput": list(RATE_COLOURS.values()),
     }
     # Where each plot is, from its first row of pixels to its last: one below the other.
