@@ -144,7 +144,10 @@ def run_part(arguments: argparse.Namespace, shard: Shard) -> JobReport:
                     shown.close()
 
     print(f"precompute: reading {arguments.corpus}", file=sys.stderr, flush=True)
-    return asyncio.run(job())
+    try:
+        return asyncio.run(job())
+    except asyncio.CancelledError:  # by the second Ctrl-C
+        raise KeyboardInterrupt from None
 
 
 @contextmanager

@@ -21,12 +21,13 @@ class JobOptions:
 
     ``journal``: a file of the job's progress, by which ``resume`` goes on after a kill; None for none. ``shard``:
     which part of the corpus this job is for. ``on_wrong``: what is done about a line that is no prompt.
-    ``keep_in_process``: let the results lie in a segment that goes with this process. ``step_tokens``: tokens that are
-    computed, and put, at a time. ``max_bytes_pending`` and ``puts_at_once``: what may wait to be stored while more is
-    computed. ``warm_states``: caches of prefixes that are kept for the prompts that share them. ``patience_seconds``:
-    how long a store that is out of reach or full is tried again. ``trunk_seconds``: how long part 2 and on wait for
-    part 1 to compute what they share, until they do it themselves. ``spool``: a folder for the corpus's tokens.
-    ``read_back``: find out what is stored by reading it, not by asking: what is damaged is then written anew.
+    ``keep_in_process``: let the results lie in a segment that goes with this process. ``read_back``: find out what is
+    stored by reading it, not by asking: what is damaged is then written anew. ``step_tokens``: tokens that are
+    computed, and put, at a time, fewer where their chunks are large. ``max_bytes_pending`` and ``puts_at_once``: what
+    may wait to be stored while more is computed. ``warm_states``: caches of prefixes that are kept for the prompts
+    that share them. ``patience_seconds``: how long a store that is out of reach or full is tried again.
+    ``trunk_seconds``: how long part 2 and on wait for part 1 to compute what they share, until they do it themselves.
+    ``spool``: a folder for the corpus's tokens.
 
     Raises ``ConfigError``.
     """

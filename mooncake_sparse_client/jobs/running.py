@@ -106,15 +106,7 @@ class JobRun(Generic[State]):
             client=workers.client,
             producer=workers.producer,
             options=options,
-            visitor=Visitor(
-                workers.client,
-                self._corpus,
-                self._planner,
-                patience,
-                workers.files,
-                step_tokens=options.step_tokens,
-                read_back=options.read_back,
-            ),
+            visitor=Visitor(workers.client, self._corpus, self._planner, patience, workers.files, options),
             patience=patience,
             putter=Putter(
                 workers.client,

@@ -82,7 +82,7 @@ async def _verified(
 ) -> VerifyReport:
     planner = JobPlanner(corpus.tree, client.retention_interval, client.retention_origin)
     patience = Patience(options.patience_seconds, Stop(), tell)
-    visitor = Visitor(client, corpus, planner, patience, files, step_tokens=options.step_tokens)
+    visitor = Visitor(client, corpus, planner, patience, files, options)
     stretches = await held(files.submit(lambda: list(corpus.tree.stretches())))
     sums = dict.fromkeys(_OUTCOMES, NOTHING)
     done = intact = 0

@@ -17,8 +17,10 @@ from ..core.masks import BoolArray
 from ..core.plans import PutPlan
 from ..core.results import VerifyResult
 from ..core.sequence import TokenSequence
+from ..core.tally import NOTHING
 from ..waiting import held, run_all, settled
 from .corpus import Corpus
+from .options import JobOptions
 from .planning import JobPlanner
 from .steady import Patience
 from .tree import Stretch
@@ -71,24 +73,29 @@ class Visitor:
         planner: JobPlanner,
         patience: Patience,
         files: ThreadPoolExecutor,
-        *,
-        step_tokens: int,
-        read_back: bool = False,
+        options: JobOptions,
     ) -> None:
-        """``step_tokens``: how long the parts of a stretch are. ``read_back``: believe only what was read."""
         self.layout = corpus.layout
         self._client = client
         self._corpus = corpus
         self._planner = planner
         self._patience = patience
         self._files = files
-        self._step = max(corpus.layout.align(step_tokens), corpus.layout.alignment)
-        self._read_back = read_back
+        self._part_tokens = max(corpus.layout.align(options.step_tokens), corpus.layout.alignment)
+        # So that one part can be computed while another is being put.
+        self._part_bytes = options.max_bytes_pending // 2
+        self._read_back = options.read_back
 
     def parts(self, stretch: Stretch, start: int, end: int) -> Iterator[PutPlan]:
-        """What to keep of tokens ``[start, end)`` of a stretch, a few thousand tokens at a time."""
-        for first in range(start, end, self._step):
-            yield self._planner.plan(stretch, first, min(first + self._step, end))
+        """What to keep of tokens ``[start, end)`` of a stretch: so many tokens, and bytes, at a time."""
+        while start < end:
+            stop = min(start + self._part_tokens, end)
+            plan = self._planner.plan(stretch, start, stop)
+            while sum(plan.reachable, NOTHING).bytes > self._part_bytes and stop - start > self.layout.alignment:
+                stop = start + max(self.layout.align((stop - start) // 2), self.layout.alignment)
+                plan = self._planner.plan(stretch, start, stop)
+            yield plan
+            start = stop
 
     async def visits(self, stretches: Sequence[Stretch]) -> AsyncGenerator[Visit, None]:
         """All of them, in their order. To be closed."""
