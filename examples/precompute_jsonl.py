@@ -1,12 +1,12 @@
-"""Fill a store overnight: compute and put the KV of every prompt in a JSONL file, and nothing twice.
+"""An offline job: compute the KV cache of every prompt in a JSONL file, and nothing twice.
 
-A line is one prompt, ``{"token_ids": [1, 2, 3]}``. Lines that are none are reported with their number and
-skipped, and the exit status is then 1. Without a file a small corpus is made up:
+A line is one prompt, ``{"token_ids": [1, 2, 3]}``; lines that are none are reported and left out. Without a file a
+small corpus is made up. The producer below stands where an engine of your own would:
 
     python examples/precompute_jsonl.py
-    python examples/precompute_jsonl.py prompts.jsonl --store 127.0.0.1:50051
+    python examples/precompute_jsonl.py prompts.jsonl --store 127.0.0.1:50051 --journal prompts.journal
 
-``--store local`` (the default) is a Mooncake of its own, whose data goes when the job ends: to try it out.
+``--store local`` (the default) is a Mooncake of this process, whose data goes when it ends: to try it out.
 """
 
 import argparse
@@ -14,74 +14,60 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from hashlib import sha256
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from mooncake_sparse_client import SparseStoreClient, SparseStoreError, Tally, layout_for
+import numpy as np
 
-LAYOUT = layout_for("gpt-oss", scale=1 / 256)
+from mooncake_sparse_client import (
+    FullAttentionSpec,
+    GetResult,
+    KVCacheLayout,
+    SlidingWindowSpec,
+    SparseStoreClient,
+    SparseStoreError,
+)
+from mooncake_sparse_client.jobs import JobOptions, JobReport, PrecomputeJob, read_prompts
 
-
-def computed(token_ids: list[int], group: int, chunk: int) -> bytes:
-    """Put your prefill here. This stand-in depends on every token up to the chunk's end, as real KV does."""
-    prefix = token_ids[: (chunk + 1) * LAYOUT.groups[group].block_size]
-    return sha256(repr((group, prefix)).encode()).digest() * (LAYOUT.page_sizes[group] // 32)
-
-
-@dataclass
-class Totals:
-    """What the job did."""
-
-    prompts: int = 0
-    tokens: int = 0
-    hit_tokens: int = 0
-    written: Tally = Tally()  # noqa: RUF009 - frozen
-    existing: Tally = Tally()  # noqa: RUF009
-    failed: Tally = Tally()  # noqa: RUF009
-    bad_lines: int = 0
+BLOCK, FULL = 16, 0
 
 
-def read_prompts(path: Path, totals: Totals) -> Iterator[tuple[int, list[int]]]:
-    """Line numbers and token ids, a line at a time."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.isspace():
-                continue
-            try:
-                yield number, json.loads(line)["token_ids"]
-            except (ValueError, KeyError, TypeError) as error:
-                report(path, number, f'no {{"token_ids": [...]}}: {error!r}', totals)
+class Seen(NamedTuple):
+    """A prefix that has been computed. An engine would have its KV cache here."""
+
+    num_tokens: int
+    total: int
 
 
-def report(path: Path, number: int, trouble: str, totals: Totals) -> None:
-    totals.bad_lines += 1
-    print(f"{path}:{number}: {trouble}", file=sys.stderr)
+class SumProducer:
+    """A model whose "KV" of a token is the sum of all ids up to it: 8 bytes, alike in both of its layers."""
 
+    layout = KVCacheLayout(
+        [FullAttentionSpec(BLOCK, page_size_bytes=8 * BLOCK), SlidingWindowSpec(BLOCK, 64, page_size_bytes=8 * BLOCK)]
+    )
 
-async def precompute(client: SparseStoreClient, path: Path) -> Totals:
-    totals = Totals()
-    for number, token_ids in read_prompts(path, totals):
-        try:
-            sequence = client.sequence(token_ids)
-        except ValueError as error:  # ids that cannot be: the client's errors about input are ValueErrors
-            report(path, number, str(error), totals)
-            continue
-        hit = await client.lookup(sequence)
+    def restore(self, got: GetResult) -> Seen:
+        """What was seen, out of chunks that were read."""
+        if not got.hit_length:
+            return Seen(0, 0)
+        last = got.chunks[FULL, got.hit_length // BLOCK - 1]
+        return Seen(got.hit_length, int(np.frombuffer(last, np.int64)[-1]))
 
-        def source(group: int, chunk: int, token_ids: list[int] = token_ids) -> bytes:
-            return computed(token_ids, group, chunk)
+    def fork(self, state: Seen) -> Seen:
+        return state  # nothing changes it; a cache would be copied
 
-        # confirm: nobody looks at the job's result before morning, so ask again before it counts as written.
-        put = await client.put(sequence, source, hit=hit, confirm=True)
-        totals.prompts += 1
-        totals.tokens += len(sequence)
-        totals.hit_tokens += hit.hit_length
-        totals.written += put.written
-        totals.existing += put.existing
-        totals.failed += put.failed + put.unavailable  # a producer that has no bytes is no success here
-    return totals
+    def prefill(
+        self, state: Seen, token_ids: np.ndarray, wanted: Sequence[np.ndarray]
+    ) -> tuple[Seen, Mapping[tuple[int, int], np.ndarray]]:
+        sums = state.total + np.cumsum(token_ids)
+        pages, first = sums.reshape(-1, BLOCK), state.num_tokens // BLOCK
+        chunks = {
+            (group, chunk): pages[chunk - first]
+            for group, mask in enumerate(wanted)
+            for chunk in np.flatnonzero(mask).tolist()
+        }
+        return Seen(state.num_tokens + len(token_ids), int(sums[-1])), chunks
 
 
 def make_corpus(folder: Path) -> Path:
@@ -89,44 +75,65 @@ def make_corpus(folder: Path) -> Path:
     path = folder / "prompts.jsonl"
     with path.open("w", encoding="utf-8") as lines:
         for document in range(3):
-            shared = list(range(document * 10_000, document * 10_000 + 400))
             for question in range(4):
-                token_ids = shared + list(range(50_000 + question * 100, 50_060 + question * 100))
+                token_ids = [document * 10_000 + i for i in range(400)] + [
+                    50_000 + question * 100 + i for i in range(60)
+                ]
                 lines.write(json.dumps({"token_ids": token_ids}) + "\n")
     return path
 
 
-def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Put the KV of every prompt in a JSONL file.")
-    parser.add_argument("path", type=Path, nargs="?", help="one prompt a line; default: a made-up corpus")
-    parser.add_argument("--store", default="local", help="'local' (default), or HOST:PORT of a Mooncake master")
-    arguments = parser.parse_args()
-    if arguments.path is not None and not arguments.path.is_file():
-        parser.error(f"there is no file {arguments.path}")
-    return arguments
+def connected(store: str) -> SparseStoreClient:
+    """Name and layout are what the cache is known by, and the serving side's must be the same."""
+    if store == "local":
+        return SparseStoreClient.local(
+            SumProducer.layout, model_name="sums", segment_size="256MB", retention_interval=0
+        )
+    return SparseStoreClient.connect(
+        SumProducer.layout, model_name="sums", master_server_address=store, mode="remote", retention_interval=0
+    )
+
+
+def show(report: JobReport, path: Path) -> None:
+    for wrong in report.wrong:
+        print(f"{path}:{wrong.line}: {wrong.reason}", file=sys.stderr)
+    print(f"{report.status}: {report.prompts} prompts of {report.tokens_total} tokens {report.message}".rstrip())
+    print(
+        f"  {report.tokens_distinct} of them are distinct, {report.tokens_reused} those of another prompt, "
+        f"{report.tokens_unstored} behind the last whole block"
+    )
+    print(f"  computed: {report.tokens_computed} tokens; in the store already: {report.tokens_skipped}")
+    print(f"  written: {report.chunks_written} chunks, {report.bytes_written} bytes; missing: {report.missing.chunks}")
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    if arguments.store == "local":
-        client = SparseStoreClient.local(LAYOUT, model_name="gpt-oss", segment_size="256MB", retention_interval=0)
-    else:
-        client = SparseStoreClient.connect(
-            LAYOUT, model_name="gpt-oss", master_server_address=arguments.store, retention_interval=0
-        )
-
+    options = JobOptions(
+        journal=arguments.journal, resume=arguments.journal is not None, keep_in_process=arguments.store == "local"
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.path or make_corpus(Path(folder))
         try:
-            async with client:
-                totals = await precompute(client, path)
-        except (OSError, SparseStoreError) as error:
+            async with connected(arguments.store) as client:
+                report = await PrecomputeJob(client, SumProducer(), read_prompts(path), options).run()
+                show(report, path)
+                if report.status == "done":
+                    again = await PrecomputeJob(client, SumProducer(), read_prompts(path), options).run()
+                    print(f"once more: {again.tokens_computed} tokens computed, {again.chunks_written} chunks written")
+        except SparseStoreError as error:
             print(error, file=sys.stderr)
             return 2
-    print(f"{totals.prompts} prompts of {totals.tokens} tokens; {totals.hit_tokens} tokens were there already")
-    print(f"written: {totals.written.chunks} chunks, {totals.written.bytes} bytes")
-    print(f"already there: {totals.existing.chunks} chunks; failed: {totals.failed.chunks} chunks")
-    print(f"bad lines: {totals.bad_lines}")
-    return 1 if totals.bad_lines or totals.failed.chunks else 0
+    if report.status == "stopped":
+        return 3
+    return 1 if report.status == "incomplete" or report.wrong_lines else 0
 
 
-sys.exit(asyncio.run(main(read_arguments())))
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compute the KV cache of every prompt in a JSONL file.")
+    parser.add_argument("path", type=Path, nargs="?", help="one prompt a line; default: a made-up corpus")
+    parser.add_argument("--store", default="local", help="'local' (default), or HOST:PORT of a Mooncake master")
+    parser.add_argument("--journal", type=Path, help="a file by which the same command goes on after a kill")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(read_arguments())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import asyncio
 import inspect
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 
 import mooncake_sparse_client
+import mooncake_sparse_client.jobs
 from mooncake_sparse_client import Limits, MooncakeConfig, Replication, Resilience, errors
+from mooncake_sparse_client.cli import precompute, verify
 from mooncake_sparse_client.config import RETENTION_VARIABLES
 from mooncake_sparse_client.config_places import _VARIABLES
+from mooncake_sparse_client.jobs import JobOptions, JobReport, Shard, VerifyReport
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -92,6 +96,7 @@ def test_pages_have_python_to_run() -> None:
         "concepts.md",
         "configuration.md",
         "errors.md",
+        "jobs.md",
         "keys.md",
         "memory.md",
         "own-engine.md",
@@ -163,6 +168,42 @@ def test_every_field_of_resilience_is_explained() -> None:
         row = re.search(rf"^\| `{name}` \| ([^|]*) \|", text, re.MULTILINE)
         assert row, name
         assert row[1] == str(field.default)
+
+
+def test_every_public_name_of_the_jobs_is_explained() -> None:
+    names = set(mooncake_sparse_client.jobs.__all__)
+    assert "PrecomputeJob" in names
+    assert {name for name in names if not hasattr(mooncake_sparse_client.jobs, name)} == set()
+    assert names - set(re.findall(r"\w+", text_of("jobs.md"))) == set()
+
+
+def test_every_field_of_the_job_options_is_explained() -> None:
+    text = text_of("jobs.md").partition("| field of `JobOptions` |")[2]
+    for name, field in JobOptions.__dataclass_fields__.items():
+        row = re.search(rf"^\| `{name}` \| ([^|]*) \|", text, re.MULTILINE)
+        assert row, name
+        default = Shard(1, 1) if (shown := row[1].strip("`")) == "Shard(1, 1)" else ast.literal_eval(shown)
+        assert default == field.default, name
+
+
+def test_every_figure_of_a_job_is_explained() -> None:
+    """All keys of its JSON, those of a verification too."""
+    text = text_of("jobs.md")
+    report = text.partition("## The report")[2].partition("\n## ")[0]
+    keys = {key for row in re.findall(r"^\| (`.*?) \|", report, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    assert keys == set(JobReport("done").figures())
+    checked = text.partition("## Verify, and heal")[2].partition("\n## ")[0]
+    assert set(VerifyReport().figures()) - set(re.findall(r"`(\w+)`", checked)) == set()
+
+
+def test_every_option_of_the_job_commands_is_explained() -> None:
+    text = text_of("jobs.md")
+    for command in (precompute, verify):
+        parser = argparse.ArgumentParser(add_help=False)
+        command.add_arguments(parser)
+        options = {action.option_strings[-1] for action in parser._actions if action.option_strings}
+        assert options
+        assert {option for option in options if not re.search(rf"{option}\b", text)} == set()
 
 
 def test_the_changes_name_this_version() -> None:

@@ -75,15 +75,17 @@ EXAMPLES = {
         r"[1-9]\d+ bytes restored, 0 wrong, 0 failures",
     ],
     "precompute_jsonl.py": [
-        r"12 prompts of 5520 tokens; 2400 tokens were there already",
-        r"written: 171 chunks, 262656 bytes",
-        r"already there: 270 chunks; failed: 0 chunks",
-        r"bad lines: 0",
+        r"done: 12 prompts of 5520 tokens\n",
+        # Three documents of 400 tokens, and on each four questions of three whole blocks.
+        r"1776 of them are distinct, 3600 those of another prompt, 144 behind the last whole block",
+        r"computed: 1776 tokens; in the store already: 0",
+        r"written: 159 chunks, 20352 bytes; missing: 0",
+        r"once more: 0 tokens computed, 0 chunks written",
     ],
 }
 
 #: Those that want PyTorch and transformers; `tests/models` runs them.
-MODEL_EXAMPLES = {"serving_client.py", "serving_stack.py", "two_processes.py"}
+MODEL_EXAMPLES = {"precompute_model.py", "serving_client.py", "serving_stack.py", "two_processes.py"}
 
 
 def test_every_example_is_listed() -> None:
@@ -119,8 +121,16 @@ def test_the_job_reports_bad_lines_and_does_the_others(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert [line.split(": ")[0] for line in done.stderr.splitlines()] == [f"{path}:{number}" for number in (2, 3, 5)]
     assert "token_ids[1] is -2" in done.stderr
-    # The same prompt twice: the second time its 32 whole tokens are there.
-    assert_says(done.stdout, ["2 prompts of 80 tokens; 32 tokens", "written: 4 chunks", "bad lines: 3"])
+    # The same prompt twice: its 32 whole tokens are computed once.
+    assert_says(
+        done.stdout,
+        [
+            "done: 2 prompts of 80 tokens",
+            "32 of them are distinct, 32 those of another prompt, 16 behind",
+            "computed: 32 tokens",
+            "written: 4 chunks",
+        ],
+    )
 
 
 def test_the_job_says_when_it_cannot_start(tmp_path: Path) -> None:
@@ -135,11 +145,12 @@ def test_the_job_says_when_it_cannot_start(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_a_second_run_of_the_job_writes_nothing(serving_master: LocalMooncake) -> None:
-    first = run("precompute_jsonl.py", "--store", serving_master.master_address)
+def test_a_second_run_of_the_job_computes_nothing(serving_master: LocalMooncake, tmp_path: Path) -> None:
+    """Another process, over the same journal."""
+    arguments = ("--store", serving_master.master_address, "--journal", str(tmp_path / "journal"))
+    first = run("precompute_jsonl.py", *arguments)
     assert first.returncode == 0, first.stderr
-    assert_says(first.stdout, ["2400 tokens were there already", "written: 171 chunks, 262656 bytes"])
-    second = run("precompute_jsonl.py", "--store", serving_master.master_address)
+    assert_says(first.stdout, ["computed: 1776 tokens; in the store already: 0", "written: 159 chunks"])
+    second = run("precompute_jsonl.py", *arguments)
     assert second.returncode == 0, second.stderr
-    # All whole blocks below each prompt's last token: 12 times 448 of 460.
-    assert_says(second.stdout, ["5376 tokens were there already", "written: 0 chunks, 0 bytes", "failed: 0 chunks"])
+    assert_says(second.stdout, ["computed: 0 tokens; in the store already: 1776", "written: 0 chunks, 0 bytes"])

@@ -17,6 +17,14 @@ MODEL_EXAMPLES = {
         r"the second process: 992 of 1000 tokens restored, 573440 bytes",
         r"both say the same 24 tokens: (\d+ ?){24}\n",
     ],
+    "precompute_model.py": [
+        r"the job is done: 6 prompts of 6240 tokens",
+        # Two documents' 62 whole blocks, and three more of each question.
+        r"2272 tokens computed, 168 chunks written",
+        r"a prompt of the corpus: 1024 of 1040 tokens restored, logits ",
+        r"a new question on a document: 992 of 1040 tokens restored, logits ",
+        r"the logits are those of the model without any cache",
+    ],
     "serving_client.py": [
         r"warming up: first token after \d+ ms; 0 of 300 tokens were restored",
         r"cold: first token after \d+ ms; 0 of 4060 tokens were restored",
