@@ -52,7 +52,9 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--tokenizer", metavar="WHAT", help="for text: module:function, text to token ids; default: that of --model"
     )
-    cache.add_argument("--model-name", metavar="NAME", help="in the keys; default: --model, or the layout's name")
+    cache.add_argument(
+        "--model-name", metavar="NAME", help="in the keys; default: the layout's, or the name of --model"
+    )
     cache.add_argument("--revision", default="", help="of the weights; default: none is said")
     cache.add_argument("--dtype", help="of the cached numbers; default: the model's, else bfloat16")
     cache.add_argument("--profile", choices=get_args(Profile), default="native", help="default: %(default)s")
@@ -126,13 +128,23 @@ def cache_of(arguments: argparse.Namespace, layout: KVCacheLayout, dtype: str | 
         check_retention_interval(layout, interval)
     return Cache(
         layout,
-        model_name=arguments.model_name or arguments.model or arguments.layout or "precomputed",
+        model_name=_model_name(arguments),
         dtype=arguments.dtype or dtype or "bfloat16",
         revision=arguments.revision,
         profile=arguments.profile,
         retention=interval,
         retention_origin=origin,
     )
+
+
+def _model_name(arguments: argparse.Namespace) -> str:
+    if arguments.model_name or arguments.layout:
+        return str(arguments.model_name or arguments.layout)
+    if arguments.model is None:
+        raise ConfigError("--model-name is missing: what the keys call the model, as the serving side does")
+    # However a folder is written, it is one model.
+    folder = Path(arguments.model)
+    return folder.resolve().name if folder.is_dir() else str(arguments.model)
 
 
 def preset_of(arguments: argparse.Namespace) -> KVCacheLayout | None:
@@ -218,6 +230,7 @@ def client_of(arguments: argparse.Namespace, cache: Cache) -> SparseStoreClient:
         "limits": _limits(arguments),
         "timeout": arguments.timeout,
     }
+    replication = _replication(arguments)
     if arguments.store == MEMORY:
         if arguments.mode is not None:
             raise ConfigError(f"--mode {arguments.mode} is a way to use a Mooncake, and --store {MEMORY} is none")
@@ -225,7 +238,6 @@ def client_of(arguments: argparse.Namespace, cache: Cache) -> SparseStoreClient:
     if arguments.store is not None:
         key = "owner_address" if arguments.mode == "shared" else "master_server_address"
         settings[key] = arguments.store  # type: ignore[literal-required]
-    replication = _replication(arguments)
     if replication is not None:
         settings["replication"] = replication
     with naming("--store"):

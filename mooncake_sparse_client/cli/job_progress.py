@@ -66,11 +66,13 @@ class JobProgress:
         self,
         total_tokens: int,
         *,
+        name: str = "precompute",
         stream: TextIO | None = None,
         every: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_tokens
+        self._name = name
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._started = self._shown_at = clock()
@@ -127,7 +129,7 @@ class JobProgress:
         if _is_sized_terminal(self._stream):
             self._every = _BAR_EVERY
             self._bar = _Bar(
-                desc="precompute",
+                desc=self._name,
                 total=self._total or None,
                 file=self._stream,
                 unit=" tokens",
@@ -184,7 +186,7 @@ class JobProgress:
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
-            self._stream.write(f"precompute: {text}\n")
+            self._stream.write(f"{self._name}: {text}\n")
             self._stream.flush()
 
     def _printable(self, text: str) -> str:

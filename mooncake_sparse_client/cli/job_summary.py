@@ -19,7 +19,8 @@ _MOST_WRONG: Final = 10
 
 def show_summary(report: JobReport, layout_name: str) -> None:
     """Print what a run did, and what to do if something is left."""
-    print(f"{status_line(report)}; layout: {layout_name}; {human_time(report.seconds)}\n")
+    print(f"{status_line(report)}; layout: {layout_name}; {human_time(report.seconds)}")
+    print(f"cache: {report.cache_id}\n")
     print_table(["of the prompts' tokens", "tokens", "share"], token_rows(report))
     if report.groups:
         print_table(*group_table(report))
@@ -39,7 +40,7 @@ def show_estimate(estimate: JobEstimate, wrong: Sequence[WrongLine]) -> None:
         "  behind the last whole block: not stored": totals.unstored,
     }
     rows = [[label, f"{tokens:,}", f"{tokens / total:.1%}"] for label, tokens in counts.items()]
-    print(f"{totals.prompts:,} {'prompt' if totals.prompts == 1 else 'prompts'}\n")
+    print(f"{totals.prompts:,} {'prompt' if totals.prompts == 1 else 'prompts'}; cache: {estimate.cache_id}\n")
     print_table(["of the prompts' tokens", "tokens", "share"], rows)
     sums = [sum(tallies, NOTHING) for tallies in zip(*map(_estimated, estimate.groups), strict=True)]
     print_table(
@@ -91,7 +92,7 @@ def chunk_rows(report: JobReport) -> list[list[str]]:
     tallies = {
         "written": Tally(report.chunks_written, report.bytes_written),
         "  again, in the place of lost ones": report.rewritten,
-        "in the store already": report.existing,
+        "offered, and there by then": report.existing,
         "missing": report.missing,
     }
     return [[label, *_cells(tally)] for label, tally in tallies.items()]

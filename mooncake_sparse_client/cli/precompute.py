@@ -1,7 +1,8 @@
 """``precompute``: compute what a store lacks of the KV cache of a corpus, and put it there.
 
 Exit status: 0 all of it is in the store; 1 all but wrong lines, or chunks that the store did not keep; 2 it could not
-begin; 3 it was stopped, or the store was out of reach for too long: the same command with ``--resume`` goes on.
+begin; 3 it was stopped, or the store was out of reach for too long: the same command with ``--resume`` goes on; 4 the
+producer failed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import functools
 import json
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..config_values import parse_size
-from ..errors import ConfigError, InvalidTokensError
+from ..errors import ConfigError, InvalidBufferError, InvalidRequestError, InvalidTokensError, SparseStoreError
 from ..jobs.corpus import read_corpus
 from ..jobs.job import PrecomputeJob
 from ..jobs.options import DEFAULT_OPTIONS, JobOptions
@@ -42,7 +44,7 @@ from .job_page import check_page, write_page
 from .job_progress import JobProgress
 from .job_summary import show_estimate, show_summary
 
-_DONE, _INCOMPLETE, _STOPPED = 0, 1, 3
+_DONE, _INCOMPLETE, _STOPPED, _FAILED = 0, 1, 3, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,8 +110,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         with naming("--report"):
             check_page(arguments.report)
-    report = _run_on_ray(arguments) if arguments.engine == "ray" else run_part(arguments, _shard(arguments))
-    name = arguments.layout or arguments.model or arguments.producer
+    try:
+        report = _run_on_ray(arguments) if arguments.engine == "ray" else run_part(arguments, _shard(arguments))
+    except Exception as error:
+        if isinstance(error, SparseStoreError) and not isinstance(error, InvalidBufferError | InvalidRequestError):
+            raise
+        traceback.print_exc()
+        print(f"precompute: the producer {arguments.producer!r} failed, as shown above", file=sys.stderr)
+        return _FAILED
+    name = arguments.layout or f"that of {arguments.model or arguments.producer}"
     show_summary(report, name)
     if arguments.report is not None:
         write_page(report, arguments.report, title=f"{arguments.corpus.name}: {name}")
@@ -212,8 +221,9 @@ def _run_on_ray(arguments: argparse.Namespace) -> JobReport:
         raise ConfigError(f"--store {MEMORY} is one process's own; the workers of --engine ray want a Mooncake")
     if arguments.workers < 1:
         raise ConfigError(f"--workers must be positive, not {arguments.workers}")
-    absolute = argparse.Namespace(**vars(arguments))
-    absolute.corpus = arguments.corpus.resolve()  # workers have other current directories
+    # Workers have other current directories.
+    paths = {name: value.resolve() for name, value in vars(arguments).items() if isinstance(value, Path)}
+    absolute = argparse.Namespace(**{**vars(arguments), **paths})
     ray = RayOptions(arguments.workers, arguments.ray_address, arguments.ray_cpus, arguments.ray_gpus)
     return JobReport.of_parts(run_on_ray(functools.partial(run_part, absolute), ray))
 
@@ -241,6 +251,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
             CorpusTotals.of(corpus.tree, stretches, with_root=shard.has_trunk),
             JobPlanner(corpus.tree, cache.retention).estimate(stretches),
             corpus.wrong_lines,
+            identity.keys.schema.cache_id,
         )
         show_estimate(estimate, corpus.wrong)
     if arguments.json is not None:

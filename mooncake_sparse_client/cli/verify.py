@@ -57,7 +57,7 @@ async def _verify(arguments: argparse.Namespace) -> VerifyReport:
 
     def progress(tokens: int, total: int) -> None:
         if not bar:
-            bar.append(JobProgress(total))
+            bar.append(JobProgress(total, name="verify"))
         bar[0].update(tokens, 0)
 
     prompts = read_prompts(arguments.corpus, tokenizer_for(arguments))
@@ -70,6 +70,7 @@ async def _verify(arguments: argparse.Namespace) -> VerifyReport:
 
 
 def _show(report: VerifyReport) -> None:
+    print(f"cache: {report.cache_id}")
     print(
         f"{report.prompts:,} prompts, {report.tokens_distinct:,} distinct tokens in whole blocks; "
         f"{report.tokens_intact:,} of them are wholly there\n"

@@ -112,7 +112,7 @@ class PrecomputeJob(Generic[State]):
             raise ConfigError(
                 "the client holds the store's memory in this process (mode 'embedded' or local()), and all results "
                 "would go with it: use a Mooncake of other processes (mode 'remote' or 'shared'; `serve` runs one), or "
-                "say that you want this (keep_in_process)"
+                "say that you want this (keep_in_process, --keep-in-process)"
             )
 
     def _read(self) -> Corpus:

@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Final
 
 from ..errors import ClientClosedError, ConfigError, InvalidRequestError
 from .journal_records import (
@@ -41,6 +42,8 @@ from .report import RunTotals, Status
 __all__ = ["Journal", "JournalIdentity"]
 
 logger = logging.getLogger(__name__)
+
+_REMEDY: Final = "give another path for the journal, or delete that file"
 
 
 class Journal:
@@ -156,6 +159,8 @@ class Journal:
 class _Past:
     """What a journal tells of the runs so far."""
 
+    #: What identifies the job.
+    job: list[object] = field(default_factory=list)
     #: Of the records that can be believed, in bytes; 0 without a header.
     size: int = 0
     #: What is behind them, in bytes.
@@ -192,8 +197,9 @@ class _Past:
 
 def _resumed(path: Path, descriptor: int, identity: JournalIdentity) -> Journal:
     past = _read(path, descriptor, identity)
-    if not past.size:
+    if not past.size or (past.finished and past.job != _job_of(identity)):  # that one needs it no more
         return _begun(path, descriptor, identity)
+    _check_job(path, past, identity)
     if past.rest:
         if past.torn:
             logger.info("journal %s: cut off its last record, which a kill tore after %d bytes", path, past.rest)
@@ -209,6 +215,7 @@ def _resumed(path: Path, descriptor: int, identity: JournalIdentity) -> Journal:
 def _started_over(path: Path, descriptor: int, identity: JournalIdentity) -> Journal:
     past = _read(path, descriptor, identity)
     if past.size and not (past.finished and not past.rest):
+        _check_job(path, past, identity)
         raise ConfigError(f"there is a journal of an unfinished job at {path}: resume it (--resume) or delete it")
     return _begun(path, descriptor, identity)
 
@@ -256,14 +263,14 @@ def _open_locked(path: Path) -> int:
 
 
 def _read(path: Path, descriptor: int, identity: JournalIdentity) -> _Past:
-    """All that can be believed. Raises ``ConfigError`` if this is no journal of the job."""
-    past = _Past()
+    """All that can be believed, of whatever job. Raises ``ConfigError`` if this is no journal."""
+    past = _Past(job=_job_of(identity))
     length, header = os.fstat(descriptor).st_size, header_of(identity)
     if length < len(header) and header.startswith(os.pread(descriptor, length, 0)):
         return past  # a new file, or killed before anything was done
     bodies = intact_bodies(descriptor)
     first, past.size = next(bodies, (b"", 0))
-    _check_header(path, first, identity)
+    past.job = _checked_header(path, first)
     for body, end in bodies:
         record = decode(body)
         if record is None:
@@ -275,17 +282,26 @@ def _read(path: Path, descriptor: int, identity: JournalIdentity) -> _Past:
     return past
 
 
-def _check_header(path: Path, body: bytes, identity: JournalIdentity) -> None:
-    remedy = "give another path for the journal, or delete that file"
+def _job_of(identity: JournalIdentity) -> list[object]:
+    return [getattr(identity, part.name) for part in fields(identity)]
+
+
+def _checked_header(path: Path, body: bytes) -> list[object]:
+    """What it says of its job."""
     parts = unpacked(body)
     if len(parts) < 2 or parts[0] != FORMAT:
-        raise ConfigError(f"{path} is no journal of a job, or its beginning is damaged; {remedy}")
+        raise ConfigError(f"{path} is no journal of a job, or its beginning is damaged; {_REMEDY}")
     if parts[1] != VERSION:
-        raise ConfigError(f"the journal {path} has version {parts[1]}, and this release reads {VERSION}; {remedy}")
-    found, wanted = parts[2:], [getattr(identity, part.name) for part in fields(identity)]
+        raise ConfigError(f"the journal {path} has version {parts[1]}, and this release reads {VERSION}; {_REMEDY}")
+    return parts[2:]
+
+
+def _check_job(path: Path, past: _Past, identity: JournalIdentity) -> None:
+    """Whether the journal is of the job with this identity."""
+    found, wanted = past.job, _job_of(identity)
     if found != wanted:
         names = [part.name for part in fields(identity)]
         differ = [
             f"{name} {was!r}, not {now!r}" for name, was, now in zip(names, found, wanted, strict=False) if was != now
         ]
-        raise ConfigError(f"the journal {path} is of another job, with {', '.join(differ)}; {remedy}")
+        raise ConfigError(f"the journal {path} is of another job, with {', '.join(differ)}; {_REMEDY}")

@@ -140,6 +140,8 @@ class JobEstimate:
     totals: CorpusTotals
     groups: tuple[GroupEstimate, ...]
     wrong_lines: int = 0
+    #: As in the keys that the job would write.
+    cache_id: str = ""
 
     def figures(self) -> dict[str, object]:
         """Plain values, ready for JSON."""
@@ -148,6 +150,7 @@ class JobEstimate:
         return {
             "prompts": totals.prompts,
             "wrong_lines": self.wrong_lines,
+            "cache_id": self.cache_id,
             "tokens_total": totals.tokens,
             "tokens_distinct": totals.distinct,
             "tokens_reused": totals.reused,

@@ -64,6 +64,8 @@ class JobReport:
     status: Status
     #: Why it is not done; empty if it is.
     message: str = ""
+    #: What its keys say of model, revision and shape: whoever is to find the results must have the same.
+    cache_id: str = ""
     #: ``(part, of how many)``; part 0 is the trunk that the others share. None: all of the corpus.
     shard: tuple[int, int] | None = None
     prompts: int = 0
@@ -128,6 +130,7 @@ class JobReport:
         begun = [0.0 if report.is_trunk else sum(r.seconds for r in reports if r.is_trunk) for report in reports]
         return cls(
             status=worst.status,
+            cache_id=reports[0].cache_id,
             message="; ".join(f"part {report.part}: {report.message}" for report in reports if report.message),
             wrong_lines=max(report.wrong_lines for report in reports),  # each has read the whole corpus
             wrong=reports[0].wrong,

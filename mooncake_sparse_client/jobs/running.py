@@ -188,6 +188,7 @@ class JobRun(Generic[State]):
         return JobReport(
             status=status,
             message=message,
+            cache_id=self._workers.client.keys.cache_id,
             shard=None if shard == Shard() else (shard.number, shard.count),
             prompts=self.totals.prompts,
             wrong_lines=corpus.wrong_lines,

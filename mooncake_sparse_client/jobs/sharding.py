@@ -32,7 +32,7 @@ class Shard:
     @classmethod
     def parse(cls, text: str) -> Shard:
         """``i/n``, or ``trunk/n``. Raises ``ConfigError``."""
-        found = re.fullmatch(r"([0-9]{1,6}|trunk)/([0-9]{1,6})", text)
+        found = re.fullmatch(r"([1-9][0-9]{0,5}|trunk)/([0-9]{1,6})", text)
         if not found:
             raise ConfigError(f"{text!r} is no part such as 1/3, nor trunk/3")
         return cls(0 if found[1] == "trunk" else int(found[1]), int(found[2]))
@@ -118,7 +118,8 @@ def _split(tree: PrefixTree, weights: dict[Stretch, int], most: int) -> list[Str
     while todo:
         top = todo.pop()
         junction = _junction_below(top) if weights[top] > most else None
-        if junction is None:
+        # Where what is shared is nearly all, one part had better do it all.
+        if junction is None or sum(weights[child] for child in junction.children.values()) <= most:
             tops.append(top)
         else:
             todo += junction.children.values()

@@ -22,6 +22,7 @@ _OUTCOMES = ("intact", "missing", "damaged", "unread")
 class VerifyReport:
     """What of a corpus's cache is in the store, as reading each chunk shows."""
 
+    cache_id: str = ""
     prompts: int = 0
     wrong_lines: int = 0
     tokens_distinct: int = 0
@@ -96,4 +97,6 @@ async def _verified(
         done += tokens
         intact += tokens if whole else 0
         progress(done, corpus.tokens_distinct)
-    return VerifyReport(corpus.prompts, corpus.wrong_lines, corpus.tokens_distinct, intact, **sums)
+    return VerifyReport(
+        client.keys.cache_id, corpus.prompts, corpus.wrong_lines, corpus.tokens_distinct, intact, **sums
+    )

@@ -431,15 +431,25 @@ def test_what_is_no_journal_is_refused_and_left_alone(path: Path, content: bytes
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_another_version_and_another_job_are_refused(path: Path, resume: bool) -> None:
+def test_another_version_and_another_unfinished_job_are_refused(path: Path, resume: bool) -> None:
     path.write_bytes(header(2) + framed(["end", "done", 1.0]))
     with pytest.raises(ConfigError, match="has version 2, and this release reads 1; give another path"):
         Journal.open(path, JOB, resume=resume)
     other = JournalIdentity("model-2", JOB.fingerprint, "")
-    path.write_bytes(header(job=other) + framed(["end", "done", 1.0]))
+    path.write_bytes(header(job=other) + framed(["end", "stopped", 1.0]))
     with pytest.raises(ConfigError, match="another job, with cache_id 'model-2', not 'model-1', shard '', not '1/3'"):
         Journal.open(path, JOB, resume=resume)
     assert path.read_bytes().startswith(header(job=other))
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_the_journal_of_another_job_that_is_finished_makes_room(path: Path, resume: bool) -> None:
+    """Such as last week's, of the model's revision then."""
+    other = JournalIdentity("model-2", JOB.fingerprint, "1/3")
+    path.write_bytes(header(job=other) + framed(["run", 1.0]) + framed(["end", "done", 1.0]))
+    with Journal.open(path, JOB, resume=resume) as journal:
+        assert journal.earlier == RunTotals()
+    assert path.read_bytes().startswith(header())
 
 
 def test_what_cannot_be_opened_is_said(tmp_path: Path) -> None:
