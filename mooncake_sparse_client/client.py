@@ -22,7 +22,7 @@ from .data_plane.writing import PutStep
 from .errors import InvalidRequestError, StoreError
 from .lifecycle import ClientLifecycle
 from .paged import PagedKVCache
-from .request_checks import check_hit, check_own, check_plan, check_sequence
+from .request_checks import check_hit, check_own, check_plan, check_sequence, check_trust
 from .stores.regions import Region
 
 #: Prompts with more tokens than this to hash are hashed on a thread.
@@ -226,12 +226,14 @@ class SparseStoreClient(ClientLifecycle):
         (of ``plan_put`` for this sequence): for those that it keeps, in arrays like its ``store_masks``.
         """
         hashes, num_tokens = await self._hashes(sequence)
-        wanted = store_mask(self.layout, self.layout.align(num_tokens))
-        if all_chunks:
-            wanted = tuple(map(np.ones_like, wanted))
-        elif plan is not None:
+        if plan is not None:
+            if all_chunks:
+                raise InvalidRequestError("all_chunks and plan say different things: ask for one of them")
             self._check_plan(plan, hashes, num_tokens)
             wanted = plan.store_masks
+        else:
+            wanted = store_mask(self.layout, self.layout.align(num_tokens))
+            wanted = tuple(map(np.ones_like, wanted)) if all_chunks else wanted
         try:
             async with self._asking("asking for the chunks of a sequence"):
                 return await self._asker.exists(hashes, wanted)
@@ -364,6 +366,7 @@ class SparseStoreClient(ClientLifecycle):
         check_plan(plan, self.layout, num_tokens)
         if plan.hit is not None:
             self._check_own_hit(plan.hit, hashes)
+            check_trust(plan, self.keys)
 
     def _check_own_hit(self, hit: PrefixHit, hashes: tuple[bytes, ...]) -> None:
         self._check_hit(hit)

@@ -18,6 +18,7 @@
     │   └── LocalProcessError              a local master or owner process did not serve
     ├── ClientClosedError                  the client or store is closed, or not opened yet
     ├── ForkedProcessError                 the client was opened before a fork
+    ├── ProducerError                      what computes for an offline job has failed
     └── StoreError                         the store answered, or failed to answer
         ├── StoreUnavailableError          unreachable for now
         │   └── StoreDownError             not asked: it has been out of reach just now
@@ -148,6 +149,12 @@ class ForkedProcessError(SparseStoreError):
     """A store opened before ``os.fork`` was used in the child, where its connections cannot work."""
 
     kind = "forked"
+
+
+class ProducerError(SparseStoreError):
+    """What computes KV for an offline job raised an error, which is the cause of this one, or broke its protocol."""
+
+    kind = "producer"
 
 
 class StoreError(SparseStoreError):

@@ -51,3 +51,12 @@ def check_plan(plan: PutPlan, layout: KVCacheLayout, num_tokens: int) -> None:
             f"the plan is of {plan.end_token} tokens, and this sequence has {num_tokens}: pass the plan that was made "
             "for it"
         )
+
+
+def check_trust(plan: PutPlan, keys: KeySchema) -> None:
+    """What a plan believes to be stored must have been asked for under the rank's own keys."""
+    if plan.hit is not None and keys.rank not in plan.hit.key_ranks and any(known.any() for known in plan.known):
+        raise InvalidRequestError(
+            f"the plan trusts a lookup of the ranks {plan.hit.key_ranks}, and this client writes rank {keys.rank}: "
+            "plan with this client"
+        )

@@ -28,6 +28,14 @@ def interval_of(text: str) -> int | None:
     return int(text)
 
 
+def check_figures(path: Path) -> None:
+    """Whether ``write_figures`` will be able to; a file that is there stays as it is. Raises ``ConfigError``."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
 def write_figures(path: Path, text: str) -> None:
     """Write what ``--json`` asked for. Raises ``ConfigError``."""
     try:

@@ -17,6 +17,7 @@ from ..core.masks import check_retention_interval
 from ..core.presets import PRESETS, layout_for
 from ..errors import ConfigError
 from ..identity import Identity, Profile, resolve_identity
+from ..jobs.options import DEFAULT_OPTIONS
 from ..jobs.producers import Producer, load_object, load_producer
 from ..jobs.prompts import Tokenizer
 from ..replication import Replication
@@ -80,6 +81,13 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     store.add_argument("--bytes-per-second", metavar="SIZE", help="of values, such as 200MB")
     store.add_argument(
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="of a call to the store; default: 120"
+    )
+    store.add_argument(
+        "--patience",
+        type=float,
+        default=DEFAULT_OPTIONS.patience_seconds,
+        metavar="SECONDS",
+        help="for a store that is out of reach or full; default: %(default)s",
     )
 
 
@@ -232,8 +240,9 @@ def client_of(arguments: argparse.Namespace, cache: Cache) -> SparseStoreClient:
     }
     replication = _replication(arguments)
     if arguments.store == MEMORY:
-        if arguments.mode is not None:
-            raise ConfigError(f"--mode {arguments.mode} is a way to use a Mooncake, and --store {MEMORY} is none")
+        if arguments.mode is not None or replication is not None:
+            what = "--replicas, --soft-pin and --hard-pin" if arguments.mode is None else f"--mode {arguments.mode}"
+            raise ConfigError(f"{what} is for a Mooncake, and --store {MEMORY} is none")
         return SparseStoreClient(MemoryStore(), cache.layout, model_name=cache.model_name, **settings)  # type: ignore[misc]
     if arguments.store is not None:
         key = "owner_address" if arguments.mode == "shared" else "master_server_address"

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..config_values import parse_size
-from ..errors import ConfigError, InvalidBufferError, InvalidRequestError, InvalidTokensError, SparseStoreError
+from ..errors import ConfigError, InvalidTokensError, ProducerError
 from ..jobs.corpus import read_corpus
 from ..jobs.job import PrecomputeJob
 from ..jobs.options import DEFAULT_OPTIONS, JobOptions
@@ -28,7 +28,7 @@ from ..jobs.prompts import Prompt, WrongLine, read_prompts
 from ..jobs.ray_engine import RayOptions, run_on_ray
 from ..jobs.report import JobReport
 from ..jobs.sharding import Shard, share_out
-from .arguments import naming, write_figures
+from .arguments import check_figures, naming, write_figures
 from .job_arguments import (
     MEMORY,
     add_cache_arguments,
@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_writing_arguments(parser)
     job = parser.add_argument_group("the job")
     job.add_argument("--dry-run", action="store_true", help="say what it would take; no store is needed")
-    job.add_argument("--journal", type=Path, metavar="FILE", help="of its progress; default: CORPUS.journal")
+    job.add_argument(
+        "--journal",
+        type=Path,
+        metavar="FILE",
+        help="of its progress; default: CORPUS.journal (.I-of-N)",
+    )
     job.add_argument("--resume", action="store_true", help="go on where the journal ends, or begin")
     job.add_argument(
         "--shard",
@@ -72,13 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-tokens", type=int, default=defaults.step_tokens, metavar="N", help="computed and put at a time"
     )
     job.add_argument("--pending", default="256MB", metavar="SIZE", help="computed and not yet stored; default: 256MB")
-    job.add_argument(
-        "--patience",
-        type=float,
-        default=defaults.patience_seconds,
-        metavar="SECONDS",
-        help="for a store that is out of reach or full; default: %(default)s",
-    )
     job.add_argument(
         "--trunk-wait",
         type=float,
@@ -104,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.corpus.is_file():
         raise ConfigError(f"there is no corpus {arguments.corpus}")
     if arguments.json is not None:
-        write_figures(arguments.json, "")  # a job may be long: say now that its figures have no place to go
+        check_figures(arguments.json)  # a job may be long: say now that its figures have no place to go
     if arguments.dry_run:
         return _dry_run(arguments)
     if arguments.report is not None:
@@ -112,18 +110,17 @@ def run(arguments: argparse.Namespace) -> int:
             check_page(arguments.report)
     try:
         report = _run_on_ray(arguments) if arguments.engine == "ray" else run_part(arguments, _shard(arguments))
-    except Exception as error:
-        if isinstance(error, SparseStoreError) and not isinstance(error, InvalidBufferError | InvalidRequestError):
-            raise
-        traceback.print_exc()
-        print(f"precompute: the producer {arguments.producer!r} failed, as shown above", file=sys.stderr)
+    except ProducerError as error:
+        traceback.print_exception(error.__cause__)
+        print(f"precompute: --producer {arguments.producer}: {error}", file=sys.stderr)
         return _FAILED
     name = arguments.layout or f"that of {arguments.model or arguments.producer}"
-    show_summary(report, name)
-    if arguments.report is not None:
-        write_page(report, arguments.report, title=f"{arguments.corpus.name}: {name}")
+    # Files first: who reads the output may be gone.
     if arguments.json is not None:
         write_figures(arguments.json, json.dumps(report.figures(), indent=2) + "\n")
+    if arguments.report is not None:
+        write_page(report, arguments.report, title=f"{arguments.corpus.name}: {name}")
+    show_summary(report, name)
     if report.status == "stopped":
         return _STOPPED
     return _INCOMPLETE if report.status == "incomplete" or report.wrong_lines else _DONE
@@ -182,7 +179,7 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 def options_of(arguments: argparse.Namespace, shard: Shard) -> JobOptions:
     """Raises ``ConfigError``."""
     journal = arguments.journal or arguments.corpus.with_name(f"{arguments.corpus.name}.journal")
-    if shard.count > 1:
+    if shard != Shard():
         journal = journal.with_name(f"{journal.name}.{shard.number or 'trunk'}-of-{shard.count}")
     if arguments.store == MEMORY:  # what a journal says would not be there any more
         if arguments.resume or arguments.journal:
@@ -230,6 +227,8 @@ def _run_on_ray(arguments: argparse.Namespace) -> JobReport:
 
 def _dry_run(arguments: argparse.Namespace) -> int:
     """Count what the job would do."""
+    if arguments.report is not None:
+        raise ConfigError("--report draws what a job did; a dry run has figures: --json writes them")
     shard = _shard(arguments)
     layout, dtype = layout_of(arguments)
     cache = cache_of(arguments, layout, dtype)
@@ -253,7 +252,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
             corpus.wrong_lines,
             identity.keys.schema.cache_id,
         )
-        show_estimate(estimate, corpus.wrong)
     if arguments.json is not None:
         write_figures(arguments.json, json.dumps(estimate.figures(), indent=2) + "\n")
+    show_estimate(estimate, corpus.wrong)
     return _INCOMPLETE if estimate.wrong_lines else _DONE

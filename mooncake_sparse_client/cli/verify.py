@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 from ..errors import ConfigError
 from ..jobs.options import JobOptions
 from ..jobs.prompts import read_prompts
 from ..jobs.verifying import VerifyReport, verify_corpus
-from .arguments import write_figures
+from .arguments import check_figures, write_figures
 from .job_arguments import (
     MEMORY,
     add_cache_arguments,
@@ -24,7 +25,7 @@ from .job_arguments import (
     layout_of,
     tokenizer_for,
 )
-from .job_progress import JobProgress
+from .job_progress import JobProgress, one_line
 from .table import human_bytes, print_table
 
 
@@ -42,11 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.store == MEMORY:
         raise ConfigError(f"--store {MEMORY} is empty when it begins: name the store that a job has filled")
     if arguments.json is not None:
-        write_figures(arguments.json, "")
+        check_figures(arguments.json)
     report = asyncio.run(_verify(arguments))
-    _show(report)
     if arguments.json is not None:
         write_figures(arguments.json, json.dumps(report.figures(), indent=2) + "\n")
+    _show(report)
     return 0 if report.is_whole and not report.wrong_lines else 1
 
 
@@ -61,12 +62,17 @@ async def _verify(arguments: argparse.Namespace) -> VerifyReport:
         bar[0].update(tokens, 0)
 
     prompts = read_prompts(arguments.corpus, tokenizer_for(arguments))
+    options = JobOptions(spool=arguments.spool, patience_seconds=arguments.patience)
     try:
         async with client:
-            return await verify_corpus(client, prompts, JobOptions(spool=arguments.spool), progress=progress)
+            return await verify_corpus(client, prompts, options, progress=progress, tell=_tell)
     finally:
         for shown in bar:
             shown.close()
+
+
+def _tell(text: str) -> None:
+    print(f"verify: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def _show(report: VerifyReport) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self, TypeAlias, get_args
@@ -17,6 +17,7 @@ from ..core.layout import KVCacheLayout
 from ..core.sequence import TokenSequence
 from ..errors import ConfigError, InvalidTokensError
 from .prompts import Prompt, WrongLine
+from .steady import Stop, StoppedError
 from .tree import PrefixTree, Stretch
 
 #: What is done about a line that is no prompt: it is left out and reported, or the job does not start.
@@ -92,8 +93,13 @@ class Corpus:
     def token_ids(self, stretch: Stretch) -> NDArray[np.int64]:
         """Of the whole path, from the first token to the stretch's end."""
         size = self.layout.alignment
-        parts = [self.spool.read(at.place, at.blocks * size) for at in stretch.path()]
-        return np.concatenate(parts)
+        runs: list[tuple[int, int]] = []
+        for at in stretch.path():
+            place, tokens = at.place, at.blocks * size
+            if runs and sum(runs[-1]) == place:  # read together what lies together
+                place, tokens = runs[-1][0], runs.pop()[1] + tokens
+            runs.append((place, tokens))
+        return np.concatenate([self.spool.read(place, tokens) for place, tokens in runs])
 
     def sequence(self, stretch: Stretch) -> TokenSequence:
         """The tokens of the whole path, and its salt, hashed."""
@@ -136,14 +142,13 @@ def read_corpus(
     *,
     on_wrong: OnWrong = "skip",
     spool_folder: Path | None = None,
-    note: Callable[[Corpus], None] = lambda corpus: None,
+    stop: Stop | None = None,
 ) -> Corpus:
     """Read all prompts and build their tree. ``layout`` and ``hasher``: those of the client that is to put them.
 
-    ``note`` is called behind each prompt, and stops the reading by raising. Reads files, for as long as the corpus
-    takes: call it on a thread.
+    Reads files, for as long as the corpus takes, or until somebody sets ``stop``: call it on a thread.
 
-    Raises ``ConfigError``; ``InvalidTokensError`` for a wrong line with ``on_wrong="stop"``.
+    Raises ``ConfigError``, ``StoppedError``; ``InvalidTokensError`` for a wrong line with ``on_wrong="stop"``.
     """
     if on_wrong not in get_args(OnWrong):
         raise ConfigError(f"on_wrong is {on_wrong!r}; it is 'skip' or 'stop'")
@@ -156,7 +161,8 @@ def read_corpus(
                 corpus.note_wrong(wrong)
                 if on_wrong == "stop":
                     raise InvalidTokensError(f"line {wrong.line}: {wrong.reason}")
-            note(corpus)
+            if stop is not None and stop.is_set:
+                raise StoppedError(f"it was asked to stop while it read the corpus, at prompt {corpus.prompts}")
     except BaseException:
         corpus.close()
         raise
@@ -168,6 +174,8 @@ def _taken(corpus: Corpus, entry: Prompt | WrongLine | TokenIds, number: int) ->
     """Add what is a prompt; what is wrong with one that is none."""
     if isinstance(entry, WrongLine):
         return entry
+    if isinstance(entry, int | np.integer):
+        raise ConfigError("the prompts are one flat list of token ids: give a list of such lists")
     prompt = entry if isinstance(entry, Prompt) else Prompt(entry)
     try:
         corpus.add(prompt)

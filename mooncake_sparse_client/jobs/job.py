@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Generic, TypeVar
 
 from ..client import SparseStoreClient
-from ..errors import ConfigError
-from ..waiting import held, one_thread
+from ..errors import ConfigError, InvalidRequestError
+from ..waiting import held, one_thread, settled
 from .corpus import Corpus, Prompts, read_corpus
 from .journal import Journal, JournalIdentity
 from .options import DEFAULT_OPTIONS, JobOptions
@@ -17,8 +18,7 @@ from .producers import Producer
 from .report import JobReport
 from .running import JobRun, Nobody, Watcher, Workers
 from .sharding import Shard
-from .steady import Stop
-from .walking import StoppedError
+from .steady import Stop, StoppedError
 
 State = TypeVar("State")
 #: Wrong lines that a watcher is told of.
@@ -52,6 +52,7 @@ class PrecomputeJob(Generic[State]):
         self._options = options
         self._watch = watch
         self._stop = Stop()
+        self._begun = False
 
     def stop(self) -> None:
         """Let ``run`` end soon: what is computed already is still stored, as far as the store takes it at once."""
@@ -62,42 +63,61 @@ class PrecomputeJob(Generic[State]):
         with a journal the job can be resumed then, as after a kill.
 
         Raises ``ConfigError`` for what cannot work, ``InvalidTokensError`` for a wrong line that is to stop the job,
-        and what the producer raises.
+        and ``ProducerError`` for what the producer raises.
         """
         self._check()
+        self._begun = True
         # One thread reads the corpus and writes the journal, another one computes.
         with one_thread("precompute-files") as files, one_thread("precompute-model") as computing:
+            opened = ExitStack()
+            opening = asyncio.wrap_future(files.submit(self._open, opened))
             try:
-                corpus = await held(files.submit(self._read))
-            except StoppedError:
-                return JobReport("stopped", "it was stopped while it read the corpus")
-            try:
-                return await self._run(corpus, files, computing)
+                # Whoever cancels it need not wait for the end of the corpus.
+                journal, corpus = await settled(opening, self._stop.set)
+                return await self._run(Workers(self._client, self._producer, files, computing), journal, corpus)
+            except StoppedError as error:
+                return JobReport("stopped", str(error))
             finally:
-                await held(files.submit(corpus.close))
+                await settled(asyncio.wrap_future(files.submit(opened.close)))
 
-    async def _run(self, corpus: Corpus, files: ThreadPoolExecutor, computing: ThreadPoolExecutor) -> JobReport:
+    def _open(self, opened: ExitStack) -> tuple[Journal | None, Corpus]:
+        """Open the journal and read the corpus; both are closed with ``opened``."""
         options, client = self._options, self._client
         journal: Journal | None = None
         if options.journal is not None:
             shard = "" if options.shard == Shard() else str(options.shard)
             identity = JournalIdentity(client.keys.cache_id, client.fingerprint, shard)
-            path = options.journal
-            journal = await held(files.submit(lambda: Journal.open(path, identity, resume=options.resume)))
-        try:
-            planner = JobPlanner(corpus.tree, client.retention_interval, client.retention_origin)
-            workers = Workers(client, self._producer, files, computing)
-            run = await held(files.submit(lambda: JobRun(workers, corpus, planner, options, journal, self._stop)))
-            watcher = self._watch(run.totals.distinct)
-            for line in corpus.wrong[:_TOLD]:
-                watcher.message(f"line {line.line}: {line.reason}")
-            return await run.run(watcher)
-        finally:
-            if journal is not None:
-                await held(files.submit(journal.close))
+            journal = opened.enter_context(Journal.open(options.journal, identity, resume=options.resume))
+        return journal, opened.enter_context(
+            read_corpus(
+                self._prompts,
+                client.layout,
+                client.hasher,
+                on_wrong=options.on_wrong,
+                spool_folder=options.spool,
+                stop=self._stop,
+            )
+        )
+
+    async def _run(self, workers: Workers[State], journal: Journal | None, corpus: Corpus) -> JobReport:
+        client = self._client
+        planner = JobPlanner(corpus.tree, client.retention_interval, client.retention_origin)
+        making = workers.files.submit(lambda: JobRun(workers, corpus, planner, self._options, journal, self._stop))
+        run = await held(making)
+        watcher = self._watch(run.totals.distinct)
+        for line in corpus.wrong[:_TOLD]:
+            watcher.message(f"line {line.line}: {line.reason}")
+        return await run.run(watcher)
 
     def _check(self) -> None:
         client, layout = self._client, self._producer.layout
+        if self._begun:
+            raise InvalidRequestError("a job runs once: make another one")
+        if client.keys.lookup_ranks != (client.keys.rank,):
+            raise ConfigError(
+                f"the client asks for the keys of the ranks {client.keys.lookup_ranks}, and a job writes those of rank "
+                f"{client.keys.rank} alone, so that it would never be done: make the client without key_ranks"
+            )
         if layout.groups != client.layout.groups:
             raise ConfigError(
                 f"the producer computes the layout {layout.groups}, and the client keeps {client.layout.groups}: make "
@@ -114,18 +134,3 @@ class PrecomputeJob(Generic[State]):
                 "would go with it: use a Mooncake of other processes (mode 'remote' or 'shared'; `serve` runs one), or "
                 "say that you want this (keep_in_process, --keep-in-process)"
             )
-
-    def _read(self) -> Corpus:
-        def check(corpus: Corpus) -> None:
-            if self._stop.is_set:
-                raise StoppedError
-
-        options, client = self._options, self._client
-        return read_corpus(
-            self._prompts,
-            client.layout,
-            client.hasher,
-            on_wrong=options.on_wrong,
-            spool_folder=options.spool,
-            note=check,
-        )

@@ -214,7 +214,8 @@ def _resumed(path: Path, descriptor: int, identity: JournalIdentity) -> Journal:
 
 def _started_over(path: Path, descriptor: int, identity: JournalIdentity) -> Journal:
     past = _read(path, descriptor, identity)
-    if past.size and not (past.finished and not past.rest):
+    # One in which nothing was done has nothing to be resumed.
+    if past.size and (past.done or past.rest) and not (past.finished and not past.rest):
         _check_job(path, past, identity)
         raise ConfigError(f"there is a journal of an unfinished job at {path}: resume it (--resume) or delete it")
     return _begun(path, descriptor, identity)

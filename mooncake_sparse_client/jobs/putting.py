@@ -13,8 +13,9 @@ from ..client import SparseStoreClient
 from ..core.plans import PutPlan
 from ..core.results import ChunkFailure, PutResult
 from ..core.sequence import TokenSequence
+from ..core.tally import NOTHING, Tally
 from ..data_plane.staging import Budget
-from ..errors import StoreFullError, StoreUnavailableError
+from ..errors import InvalidBufferError, ProducerError, StoreFullError, StoreUnavailableError
 from ..waiting import settled
 from .producers import ChunkSource
 from .steady import Patience
@@ -30,11 +31,14 @@ class Stored:
     """How far the storing of one stretch is."""
 
     stretch: Stretch
+    #: See ``Visit.mark``.
+    mark: bytes
     tokens_computed: int = 0
-    chunks_written: int = 0
-    bytes_written: int = 0
+    written: Tally = NOTHING
     #: Whether all that was wanted is stored, as far as is known.
     whole: bool = True
+    #: Whether some of it never will be: the store refuses it, or the producer has not got it.
+    hopeless: bool = False
     #: Puts under way, and whether more are to come.
     _open: int = 0
     _more: bool = True
@@ -143,12 +147,13 @@ class Putter:
         try:
             async with self._places:
                 result = await self._patience.keep_on(lambda: self._attempt(sequence, plan, offered))
+            # An attempt before the last may have written them, which the last has found there.
             written = offered.chunks - {(failure.group, failure.chunk) for failure in result.failures}
-            chunks, bytes_written = self._tally.note_put(plan, written, result.existing, again=again)
-            stored.chunks_written += chunks
-            stored.bytes_written += bytes_written
+            added = self._tally.note_put(plan, written, again=again)
+            self._tally.existing += sum(plan.reachable, NOTHING) - added - result.unavailable - result.failed
+            stored.written += added
             if result.failures or result.unavailable.chunks:
-                stored.whole = False
+                stored.whole, stored.hopeless = False, True
         except BaseException:
             stored.whole = False
             raise
@@ -160,7 +165,10 @@ class Putter:
     async def _attempt(self, sequence: TokenSequence, plan: PutPlan, offered: _Offered) -> PutResult:
         """One put. What may be stored later is raised, to be tried again."""
         # Nobody looks at the results before morning: a chunk counts as written once it has been asked for.
-        result = await self._client.put(sequence, offered, plan=plan, confirm=True)
+        try:
+            result = await self._client.put(sequence, offered, plan=plan, confirm=True)
+        except InvalidBufferError as error:
+            raise ProducerError(f"the producer handed out a chunk that cannot be stored: {error}") from error
         later = [failure for failure in result.failures if failure.reason not in _FOR_GOOD]
         if later:
             raise _trouble(later)

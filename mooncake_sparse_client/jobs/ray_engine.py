@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, MissingLibraryError
+from ..errors import ConfigError, MissingLibraryError, SparseStoreError
 from .report import JobReport
 from .sharding import Shard
 
@@ -42,15 +42,26 @@ def run_on_ray(run_part: Callable[[Shard], JobReport], options: RayOptions) -> l
             return run_part(Shard(number, options.parts, trunk_apart=True))
 
         part = ray.remote(do).options(num_cpus=options.num_cpus, num_gpus=options.num_gpus, max_retries=0)
-        trunk = ray.get(part.remote(0))
+        trunk = _result(ray, part.remote(0))
         if trunk.status == "stopped":
             return [trunk]
         running = [part.remote(number) for number in range(1, options.parts + 1)]
         ray.wait(running, num_returns=len(running))
-        return [trunk, *ray.get(running)]
+        return [trunk, *(_result(ray, report) for report in running)]
     finally:
         if started_here:
             ray.shutdown()
+
+
+def _result(ray: Any, reference: Any) -> JobReport:
+    """What a task answers, or raises: Ray's own error has the task's whole stack for a message."""
+    try:
+        report: JobReport = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, SparseStoreError):
+            raise error.cause from error
+        raise
+    return report
 
 
 def _import_ray() -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..client import SparseStoreClient
 from ..core.tally import NOTHING, Tally
-from ..errors import StoreError
+from ..errors import ConfigError, ProducerError, StoreError
 from ..waiting import held
 from .corpus import Corpus
 from .journal import Journal
@@ -18,16 +20,16 @@ from .producers import Producer
 from .putting import Putter, Stored
 from .report import JobReport, RunTotals, Status
 from .sharding import Shard, share_out
-from .steady import Patience, Stop
+from .steady import Patience, Stop, StoppedError
 from .tallies import RunTally
+from .tree import Stretch
 from .visiting import Visitor
-from .walking import Crew, StoppedError, Walk
+from .walking import Awaited, Crew, Walk
 
 State = TypeVar("State")
 
-#: Times that the corpus is gone through: computed, then looked over until nothing is missing. What the store has lost
-#: meanwhile is computed again, the last time only counted.
-_PASSES = 4
+#: Times that what is missing is computed; each is followed by a look at what is missing then.
+_ATTEMPTS = 3
 #: Wrong lines that a report shows.
 _SHOWN = 100
 
@@ -80,14 +82,15 @@ class JobRun(Generic[State]):
         self._options = options
         self._journal = journal
         self._stop = stop
-        shares = share_out(corpus.tree, options.shard.count)
+        shares = share_out(corpus.tree, options.shard.count, trunk_apart=options.shard.trunk_apart)
         self._trunk, self._own = shares.of(options.shard)
-        self._awaited = frozenset(shares.trunk).difference(self._trunk)
+        self._awaited = Awaited(frozenset(shares.trunk).difference(self._trunk))
         #: What this run is for.
         self.totals = CorpusTotals.of(corpus.tree, (*self._trunk, *self._own), with_root=options.shard.has_trunk)
-        #: Names of stretches that have been stored, in this run or an earlier one.
+        #: Marks of stretches that have been stored, in this run or an earlier one.
         self._done: set[bytes] = set() if journal is None else set(journal.done)
         self._earlier = RunTotals() if journal is None else journal.earlier
+        self._hopeless: set[Stretch] = set()
         self._journal_error: BaseException | None = None
         self._passes = 0
 
@@ -98,9 +101,9 @@ class JobRun(Generic[State]):
         tally = RunTally(self._corpus.layout)
 
         def progress() -> None:
-            if self._journal_error is not None:
-                raise self._journal_error
             watcher.update(tally.tokens_done, tally.written.bytes)
+            if self._journal_error is not None:
+                raise StoppedError(str(self._journal_error))
 
         crew = Crew(
             client=workers.client,
@@ -119,58 +122,80 @@ class JobRun(Generic[State]):
             tally=tally,
             computing=workers.computing,
             done=self._done,
+            hopeless=self._hopeless,
             awaited=self._awaited,
             stop=self._stop,
             progress=progress,
             tell=watcher.message,
         )
         status, message, missing = await self._carried_out(crew)
-        progress()
+        watcher.update(tally.tokens_done, tally.written.bytes)
         report = self._report(status, message, missing, tally, patience)
-        await self._end_journal(report)
+        await self._end_journal(report, watcher)
         return report
 
     async def _carried_out(self, crew: Crew[State]) -> tuple[Status, str, Tally]:
         """Go through the corpus until nothing is missing: status, why, and what is missing."""
         try:
-            try:
-                missing = await self._go_through(crew)
-            except StoppedError:
-                await crew.putter.settle()
-                return "stopped", "it was asked to stop", NOTHING
-        except StoreError as error:
+            missing = await self._settled(crew, self._go_through(crew))
+        except (StoppedError, StoreError) as error:
             return "stopped", str(error), NOTHING
         finally:
             await crew.putter.cancel()
         if missing.chunks:
             why = f"{missing.chunks} chunks are still missing after {self._passes} passes"
-            return "incomplete", f"{why}: the store loses them, or the producer does not deliver them", missing
+            return (
+                "incomplete",
+                f"{why}: the store loses or refuses them, or the producer does not deliver them",
+                missing,
+            )
         return "done", "", NOTHING
 
+    @staticmethod
+    async def _settled(crew: Crew[State], work: Coroutine[None, None, Tally]) -> Tally:
+        """Where the work ends early, what was computed is still put, unless the store has failed."""
+        try:
+            return await work
+        except (StoppedError, ProducerError):
+            with suppress(ProducerError):
+                await crew.putter.settle()
+            raise
+
     async def _go_through(self, crew: Crew[State]) -> Tally:
+        """Compute what is missing, and look at what is missing then: the store may have lost something meanwhile."""
+        before = 0
+        for _ in range(_ATTEMPTS):
+            if not (await self._walk(crew, mend=True)).chunks:
+                return NOTHING
+            missing = await self._walk(crew, mend=False)
+            if not missing.chunks or (before and 2 * missing.chunks > before):
+                break  # done, or hardly ever to be
+            before = missing.chunks
+        return missing
+
+    async def _walk(self, crew: Crew[State], *, mend: bool) -> Tally:
+        self._passes += 1
         missing = NOTHING
-        for number in range(1, _PASSES + 1):
-            self._passes, missing = number, NOTHING
-            for stretches in (self._trunk, self._own):
-                if stretches:
-                    missing += await Walk(crew, stretches, mend=number < _PASSES).run()
-            if not missing.chunks:
-                break
+        for stretches in (self._trunk, self._own):
+            if stretches:
+                missing += await Walk(crew, stretches, mend=mend).run()
         return missing
 
     def _note_stored(self, stored: Stored) -> None:
         """All puts of a stretch are over."""
+        if stored.hopeless:
+            self._hopeless.add(stored.stretch)
         if not stored.whole:
             return
-        self._done.add(stored.stretch.name)
+        self._done.add(stored.mark)
         journal = self._journal
         if journal is not None:
             note = self._workers.files.submit(
                 journal.append_done,
-                stored.stretch.name,
+                stored.mark,
                 tokens_computed=stored.tokens_computed,
-                chunks_written=stored.chunks_written,
-                bytes_written=stored.bytes_written,
+                chunks_written=stored.written.chunks,
+                bytes_written=stored.written.bytes,
             )
             note.add_done_callback(self._noted)
 
@@ -178,10 +203,13 @@ class JobRun(Generic[State]):
         if not note.cancelled():
             self._journal_error = self._journal_error or note.exception()
 
-    async def _end_journal(self, report: JobReport) -> None:
+    async def _end_journal(self, report: JobReport, watcher: Watcher) -> None:
         journal = self._journal
         if journal is not None:
-            await held(self._workers.files.submit(journal.append_end, report.status, seconds=report.seconds))
+            try:
+                await held(self._workers.files.submit(journal.append_end, report.status, seconds=report.seconds))
+            except ConfigError as error:
+                watcher.message(str(error))  # the results do not hang on it
 
     def _report(self, status: Status, message: str, missing: Tally, tally: RunTally, patience: Patience) -> JobReport:
         corpus, shard = self._corpus, self._options.shard

@@ -58,8 +58,9 @@ class Shares:
         return trunk, self.parts[shard.number - 1] if shard.number else ()
 
 
-def share_out(tree: PrefixTree, count: int) -> Shares:
-    """Cut the tree into ``count`` parts of about equal numbers of tokens. The same tree is always cut alike.
+def share_out(tree: PrefixTree, count: int, *, trunk_apart: bool = False) -> Shares:
+    """Cut the tree into ``count`` parts of about equal numbers of tokens, the trunk counted as the first part's unless
+    it is ``trunk_apart``. The same tree is always cut alike.
 
     A part is made of whole subtrees. One that is too large is split where its prompts part; what leads there becomes
     the trunk, where its branches come to different parts.
@@ -69,7 +70,8 @@ def share_out(tree: PrefixTree, count: int) -> Shares:
         return Shares((), (tuple(order),))
     weights = _weights(order)
     tops = _split(tree, weights, max(1, tree.distinct_blocks // (count * _FINEST)))
-    part_of = _assigned(tops, weights, count, trunk=tree.distinct_blocks - sum(weights[top] for top in tops))
+    trunk_blocks = 0 if trunk_apart else tree.distinct_blocks - sum(weights[top] for top in tops)
+    part_of = _assigned(tops, weights, count, trunk=trunk_blocks)
     for stretch in order:
         if stretch.parent in part_of:
             part_of[stretch] = part_of[stretch.parent]

@@ -29,8 +29,8 @@ class WarmStates(Generic[State]):
                 self._states.popitem(last=False)
 
     def wants(self, stretch: Stretch) -> bool:
-        """Whether more than one stretch is still to go on from it."""
-        return self._to_come[stretch] > 1
+        """Whether others than the stretch that is at work now will go on from it, and there is room."""
+        return self._most > 0 and self._to_come[stretch] > 1
 
     def has(self, stretch: Stretch | None) -> bool:
         return stretch in self._states
@@ -38,7 +38,7 @@ class WarmStates(Generic[State]):
     def take(self, stretch: Stretch) -> tuple[State, bool]:
         """The state at the end of a stretch, for one that goes on from it, and whether others will want it too: then
         it stays, and must stay as it is."""
-        shared = self.wants(stretch)
+        shared = self._to_come[stretch] > 1
         return (self._states[stretch] if shared else self._states.pop(stretch)), shared
 
     def passed(self, stretch: Stretch) -> None:

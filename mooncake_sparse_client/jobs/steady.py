@@ -18,6 +18,10 @@ _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 10.0
 
 
+class StoppedError(Exception):
+    """The run is to end here; ``str()`` of it says why."""
+
+
 class Stop:
     """A request to end a run, which whoever pauses notices at once. ``is_set`` may be looked at from other threads."""
 
@@ -69,10 +73,13 @@ class Patience:
             if not error.retriable or self._stop.is_set:
                 raise
             self._begin(str(error))
+        went_well = False
         try:
-            return await self._again(call)
+            answer = await self._again(call)
+            went_well = True
+            return answer
         finally:
-            self._end()
+            self._end(went_well=went_well)
 
     async def _again(self, call: Callable[[], Coroutine[None, None, T]]) -> T:
         deadline, pause = time.monotonic() + self._seconds, _FIRST_PAUSE
@@ -90,9 +97,9 @@ class Patience:
             self._since = time.monotonic()
             self._tell(f"{trouble}; trying again for up to {self._seconds:.0f} s")
 
-    def _end(self) -> None:
+    def _end(self, *, went_well: bool) -> None:
         self._troubled -= 1
         if not self._troubled:
             self._waited += time.monotonic() - self._since
-            if not self._stop.is_set:
+            if went_well:
                 self._tell("going on")

@@ -45,16 +45,16 @@ class RunTally:
         """So many tokens were given to the producer."""
         self.tokens_computed += tokens
 
-    def note_computed(self, stretch: Stretch, first: int) -> None:
-        """All tokens from ``first`` to the stretch's end were; what of the stretch lies in front of it was stored."""
+    def note_computed(self, stretch: Stretch, first: int, last: int) -> None:
+        """Tokens ``[first, last)`` were; what else there is of the stretch was stored."""
         size = self._layout.alignment
         start, end = stretch.start * size, stretch.end * size
         if stretch in self._passed:
-            self.tokens_recomputed += end - first
+            self.tokens_recomputed += last - first
             return
         self._passed.add(stretch)
         self.tokens_recomputed += max(0, start - first)
-        self.tokens_skipped += max(0, first - start)
+        self.tokens_skipped += max(0, first - start) + end - last
 
     def note_skipped(self, stretch: Stretch) -> None:
         """All of a stretch was stored."""
@@ -62,21 +62,19 @@ class RunTally:
             self._passed.add(stretch)
             self.tokens_skipped += stretch.blocks * self._layout.alignment
 
-    def note_put(
-        self, plan: PutPlan, written: Iterable[tuple[int, int]], existing: Tally, *, again: bool
-    ) -> tuple[int, int]:
-        """Chunks of a plan that were written, ``again`` if they had been stored before; how many, of how many bytes."""
+    def note_put(self, plan: PutPlan, written: Iterable[tuple[int, int]], *, again: bool) -> Tally:
+        """Chunks of a plan that were written, ``again`` if they had been stored before; how many they are."""
         reasons, chunks, nbytes = plan.reasons, 0, 0
         for group, chunk in written:
             self._chunks[group][int(reasons[group][chunk])] += 1
             chunks += 1
             nbytes += self._layout.page_sizes[group]
-        self._written += Tally(chunks, nbytes)
-        self.existing += existing
+        added = Tally(chunks, nbytes)
+        self._written += added
         if again:
-            self.rewritten += Tally(chunks, nbytes)
+            self.rewritten += added
         self.sample()
-        return chunks, nbytes
+        return added
 
     def sample(self) -> None:
         """Note how far the run is."""

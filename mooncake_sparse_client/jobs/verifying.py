@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 
 from ..client import SparseStoreClient
+from ..core.results import VerifyResult
 from ..core.tally import NOTHING, Tally
-from ..waiting import held, one_thread
+from ..waiting import held, one_thread, settled
 from .corpus import Corpus, Prompts, read_corpus
 from .options import DEFAULT_OPTIONS, JobOptions
 from .planning import JobPlanner
 from .steady import Patience, Stop
+from .tree import Stretch
 from .visiting import Visitor
 
 _OUTCOMES = ("intact", "missing", "damaged", "unread")
@@ -59,18 +63,27 @@ async def verify_corpus(
     ``client``: open, with the settings of the job's, its retention interval too. ``progress`` is called with the
     distinct tokens done, and their total. Raises what a store raises that is out of reach for too long.
     """
-    with one_thread("verify-files") as files:
-        corpus = await held(
-            files.submit(
-                lambda: read_corpus(
-                    prompts, client.layout, client.hasher, on_wrong=options.on_wrong, spool_folder=options.spool
-                )
+    stop, opened = Stop(), ExitStack()
+
+    def read() -> Corpus:
+        return opened.enter_context(
+            read_corpus(
+                prompts,
+                client.layout,
+                client.hasher,
+                on_wrong=options.on_wrong,
+                spool_folder=options.spool,
+                stop=stop,
             )
         )
+
+    with one_thread("verify-files") as files:
         try:
+            # Whoever cancels it need not wait for the end of the corpus.
+            corpus = await settled(asyncio.wrap_future(files.submit(read)), stop.set)
             return await _verified(client, corpus, files, options, progress, tell)
         finally:
-            await held(files.submit(corpus.close))
+            await settled(asyncio.wrap_future(files.submit(opened.close)))
 
 
 async def _verified(
@@ -87,16 +100,17 @@ async def _verified(
     stretches = await held(files.submit(lambda: list(corpus.tree.stretches())))
     sums = dict.fromkeys(_OUTCOMES, NOTHING)
     done = intact = 0
-    for stretch in stretches:
-        whole = True
-        for result in await visitor.read_back(stretch):
-            for name in _OUTCOMES:
-                sums[name] += getattr(result, name)
-            whole = whole and not result.failures
+
+    def note(stretch: Stretch, results: Sequence[VerifyResult]) -> None:
+        nonlocal done, intact
+        for name in _OUTCOMES:
+            sums[name] += sum((getattr(result, name) for result in results), NOTHING)
         tokens = stretch.blocks * corpus.layout.alignment
         done += tokens
-        intact += tokens if whole else 0
+        intact += 0 if any(result.failures for result in results) else tokens
         progress(done, corpus.tokens_distinct)
+
+    await visitor.read_all(stretches, note)
     return VerifyReport(
         client.keys.cache_id, corpus.prompts, corpus.wrong_lines, corpus.tokens_distinct, intact, **sums
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ..client import SparseStoreClient
@@ -18,7 +19,7 @@ from ..core.plans import PutPlan
 from ..core.results import VerifyResult
 from ..core.sequence import TokenSequence
 from ..core.tally import NOTHING
-from ..waiting import held, run_all, settled
+from ..waiting import held, run_abreast, settled
 from .corpus import Corpus
 from .options import JobOptions
 from .planning import JobPlanner
@@ -29,6 +30,8 @@ T = TypeVar("T")
 #: Stretches that are asked for together, and the tokens of all their paths at most.
 _TOGETHER: Final = 64
 _TOKENS_TOGETHER: Final = 1 << 20
+#: Stretches that are read back at a time.
+_READ_ABREAST: Final = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +45,8 @@ class Visit:
     token_ids: NDArray[np.int64]
     #: Chunks of the stretch that are worth storing and that the store lacks: one boolean array a group.
     missing: tuple[BoolArray, ...]
+    #: 16 bytes that name the stretch, and what of it is kept.
+    mark: bytes
 
     @property
     def lacks_some(self) -> bool:
@@ -56,6 +61,16 @@ class Visit:
             if mask.any()
         ]
         return self.layout.align(min(starts))
+
+    @property
+    def end_of_missing(self) -> int:
+        """Where it ends, in tokens, aligned."""
+        ends = [
+            (int(np.flatnonzero(mask)[-1]) + 1) * spec.block_size
+            for spec, mask in zip(self.layout.groups, self.missing, strict=True)
+            if mask.any()
+        ]
+        return -(-max(ends) // self.layout.alignment) * self.layout.alignment
 
     def beginning(self, num_tokens: int) -> TokenSequence:
         """The first tokens of the path, as a sequence of their own."""
@@ -125,13 +140,28 @@ class Visitor:
             return found
 
         ready = await self._on_thread(read)
-        missing = await run_all(
-            self._missing_of(stretch, sequence, plan) for stretch, (sequence, _, plan) in zip(batch, ready, strict=True)
-        )
-        return [
-            Visit(stretch, self.layout, sequence, ids, masks)
-            for stretch, (sequence, ids, _), masks in zip(batch, ready, missing, strict=True)
-        ]
+        visits: list[Visit | None] = [None] * len(batch)
+
+        async def look(number: int) -> None:
+            stretch, (sequence, ids, plan) = batch[number], ready[number]
+            missing = await self._missing_of(stretch, sequence, plan)
+            visits[number] = Visit(stretch, self.layout, sequence, ids, missing, mark_of(stretch, plan))
+
+        # Values are read a few at a time, so that each read has its time; questions travel together.
+        await run_abreast(_READ_ABREAST if self._read_back else len(batch), range(len(batch)), look)
+        return [visit for visit in visits if visit is not None]
+
+    async def read_all(self, stretches: Sequence[Stretch], note: Callable[[Stretch, list[VerifyResult]], None]) -> None:
+        """Read all of them back, some at a time, and ``note`` what each shows."""
+
+        async def read(stretch: Stretch) -> None:
+            note(stretch, await self.read_back(stretch))
+
+        await run_abreast(_READ_ABREAST, stretches, read)
+
+    def mark(self, stretch: Stretch) -> bytes:
+        """``Visit.mark`` of a stretch that was not come to."""
+        return mark_of(stretch, self._planner.plan(stretch))
 
     async def _missing_of(self, stretch: Stretch, sequence: TokenSequence, plan: PutPlan) -> tuple[BoolArray, ...]:
         if not self._read_back:
@@ -159,6 +189,11 @@ class Visitor:
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await held(self._files.submit(call))
+
+
+def mark_of(stretch: Stretch, plan: PutPlan) -> bytes:
+    """16 bytes that name a stretch, and what of it is kept: another retention makes it other work."""
+    return xxhash.xxh3_128_digest(stretch.name + b"".join(mask.tobytes() for mask in plan.store_masks))
 
 
 def _batches(stretches: Sequence[Stretch], alignment: int) -> Iterator[list[Stretch]]:

@@ -374,10 +374,21 @@ def test_a_finished_job_is_started_over_or_resumed(path: Path) -> None:
 
 def test_a_finished_job_that_was_resumed_and_killed_is_unfinished(path: Path) -> None:
     with Journal.open(path, JOB, resume=False) as journal:
+        add(journal, 1)
         journal.append_end("done", seconds=1)
     Journal.open(path, JOB, resume=True).close()
     with pytest.raises(ConfigError, match="unfinished"):
         Journal.open(path, JOB, resume=False)
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_a_job_that_had_done_nothing_is_started_over(path: Path, end: bool) -> None:
+    """It stopped at a wrong line, say, which has been mended since."""
+    with Journal.open(path, JOB, resume=False) as journal:
+        if end:
+            journal.append_end("stopped", seconds=1)
+    with Journal.open(path, JOB, resume=False) as journal:
+        assert journal.earlier == RunTotals()
 
 
 def test_an_end_is_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +447,9 @@ def test_another_version_and_another_unfinished_job_are_refused(path: Path, resu
     with pytest.raises(ConfigError, match="has version 2, and this release reads 1; give another path"):
         Journal.open(path, JOB, resume=resume)
     other = JournalIdentity("model-2", JOB.fingerprint, "")
-    path.write_bytes(header(job=other) + framed(["end", "stopped", 1.0]))
+    path.unlink()
+    with Journal.open(path, other, resume=False) as journal:
+        add(journal, 1)
     with pytest.raises(ConfigError, match="another job, with cache_id 'model-2', not 'model-1', shard '', not '1/3'"):
         Journal.open(path, JOB, resume=resume)
     assert path.read_bytes().startswith(header(job=other))
@@ -557,7 +570,8 @@ def test_wrong_calls(path: Path) -> None:
 
 def test_no_descriptor_stays_open(path: Path) -> None:
     before = set(Path("/proc/self/fd").iterdir())
-    Journal.open(path, JOB, resume=False).close()
+    with Journal.open(path, JOB, resume=False) as journal:
+        add(journal, 1)
     with pytest.raises(ConfigError):
         Journal.open(path, JOB, resume=False)
     with pytest.raises(ConfigError):
