@@ -189,12 +189,12 @@ def test_key_figures_are_there(tmp_path: Path) -> None:
     assert cells["restored, to go on behind them"] == ["1,111,000", "5.6%"]
     assert cells["written"] == ["750", "750.0 MiB"]
     assert cells["again, in the place of lost ones"] == ["11", "11.0 MiB"]
-    assert cells["in the store already"] == ["33", "33.0 MiB"]
+    assert cells["offered, and there by then"] == ["33", "33.0 MiB"]
     assert cells["missing"] == ["17", "17.0 MiB"]
     assert cells["prompts"] == ["321"]
     assert cells["wrong lines, left out"] == ["2,000"]
     assert cells["tokens computed a second"] == ["20,500"]
-    assert cells["time"] == ["6 min 40 s"]
+    assert cells["time behind that"] == ["6 min 40 s"]
     assert cells["waited for the store"] == ["1 min 1 s"]
     assert cells["passes over the store"] == ["2"]
     assert cells["earlier runs"] == ["3"]
@@ -203,7 +203,7 @@ def test_key_figures_are_there(tmp_path: Path) -> None:
     assert cells["3"] == ["no tokens in 3"]
     assert "the first 22 of 2,000" in page
     assert "stopped: the store was out of reach; 321 prompts; part 2 of 4" in page
-    assert "run the same command again" in page
+    assert "run the same command with --resume" in page
 
 
 def test_plots_say_what_they_draw(tmp_path: Path) -> None:
@@ -538,9 +538,9 @@ def test_summary_of_a_stopped_run(capsys: pytest.CaptureFixture[str]) -> None:
         f"  line {line}: no tokens in {line}" for line in range(3, 13)
     ]
     assert "  and 1,990 more" in text
-    assert "11 chunks (11.0 MiB) had been in the store before and were gone" in text
+    assert "11 chunks (11.0 MiB) had been stored before and were gone" in text
     assert "17 chunks (17.0 MiB) are not in the store" in text
-    assert text.endswith("run the same command again: what is in the store by now is not computed again.\n")
+    assert text.endswith("run the same command with --resume: what is in the store is not computed again.\n")
 
 
 def test_summary_of_an_incomplete_run(capsys: pytest.CaptureFixture[str]) -> None:
