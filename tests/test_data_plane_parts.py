@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from mooncake_sparse_client import GetItem, Limits, MemoryStore, PutItem
 from mooncake_sparse_client.core.framing import HEADER_SIZE, ValueFormat, payload_checksum, unpack_header
-from mooncake_sparse_client.data_plane.batches import cut_batches
 from mooncake_sparse_client.data_plane import pacing
+from mooncake_sparse_client.data_plane.batches import cut_batches
 from mooncake_sparse_client.data_plane.claims import Claim, Claims
 from mooncake_sparse_client.data_plane.lane import Batch, Lane
 from mooncake_sparse_client.data_plane.pacing import paced

@@ -30,6 +30,9 @@ AnyProducer: TypeAlias = Producer[object]
 #: The store of this process, which goes with it: to try things out.
 MEMORY = "memory"
 _NUMPY, _TRANSFORMERS = "numpy", "transformers"
+#: Tokens. So much of a long prompt is computed again at most after a kill, and whoever parts from it elsewhere than the
+#: corpus's own prompts do loses no more.
+_DEFAULT_RETENTION = 16384
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +65,8 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--retention",
         metavar="N",
-        help="interval in tokens between boundaries that are kept besides ends and junctions, or 'none' for every "
-        "boundary; default: what the environment says, else 0",
+        help="interval in tokens between boundaries that are kept besides ends and junctions; 0 for no others, 'none' "
+        f"for every one; default: what the environment says, else {_DEFAULT_RETENTION}",
     )
 
 
@@ -129,7 +132,9 @@ class Cache:
 def cache_of(arguments: argparse.Namespace, layout: KVCacheLayout, dtype: str | None = None) -> Cache:
     """``dtype``: what the producer says of its numbers. Raises ``ConfigError``."""
     retention = load_retention()
-    interval, origin = (0, "default") if retention.origin == "default" else (retention.interval, retention.origin)
+    interval, origin = retention.interval, retention.origin
+    if origin == "default":
+        interval = max(layout.align(_DEFAULT_RETENTION), layout.alignment)
     with naming("--retention" if arguments.retention is not None else origin):
         if arguments.retention is not None:
             interval, origin = interval_of(arguments.retention), "--retention"

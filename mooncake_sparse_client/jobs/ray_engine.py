@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,21 +46,60 @@ def run_on_ray(run_part: Callable[[Shard], JobReport], options: RayOptions) -> l
             return run_part(Shard(number, options.parts, trunk_apart=True))
 
         part = ray.remote(do).options(num_cpus=options.num_cpus, num_gpus=options.num_gpus, max_retries=0)
-        trunk = _result(ray, part.remote(0))
-        if trunk.status == "stopped":
-            return [trunk]
-        running = [part.remote(number) for number in range(1, options.parts + 1)]
-        ray.wait(running, num_returns=len(running))
-        return [trunk, *(_result(ray, report) for report in running)]
+        with _stop_requests() as stop:
+
+            def done(*numbers: int) -> list[JobReport]:
+                running = [part.remote(number) for number in numbers]
+                _wait(ray, running, stop)
+                return [_result(ray, *which, options.parts) for which in zip(running, numbers, strict=True)]
+
+            (trunk,) = done(0)
+            if trunk.status == "stopped":
+                return [trunk]
+            return [trunk, *done(*range(1, options.parts + 1))]
     finally:
         if started_here:
             ray.shutdown()
 
 
-def _result(ray: Any, reference: Any) -> JobReport:
+@contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """Set by SIGTERM and the first Ctrl-C; a second Ctrl-C is a ``KeyboardInterrupt``. After Ray's start, which sets
+    handlers of its own."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def first(number: int, frame: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(ray: Any, parts: Sequence[Any], stop: threading.Event) -> None:
+    """Until all parts are over; a request to stop is handed on to those that run."""
+    running, told = list(parts), False
+    while running:
+        _, running = ray.wait(running, num_returns=len(running), timeout=0.5)
+        if stop.is_set() and not told:
+            told = True
+            for part in running:
+                ray.cancel(part)  # an interrupt, which a part at work takes for a request to stop
+
+
+def _result(ray: Any, reference: Any, number: int, parts: int) -> JobReport:
     """What a task answers, or raises: Ray's own error has the task's whole stack for a message."""
     try:
         report: JobReport = ray.get(reference)
+    except ray.exceptions.TaskCancelledError:  # before it had begun its work
+        return JobReport("stopped", "it was asked to stop", shard=(number, parts))
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, SparseStoreError):
             raise error.cause from error
@@ -76,6 +119,7 @@ def _import_ray() -> Any:
 
 
 def _connect(ray: Any, options: RayOptions) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what is started for a job tells nobody of it
     here: dict[str, Any] = {"num_cpus": max(1, round(options.parts * options.num_cpus)), "include_dashboard": False}
     try:
         try:

@@ -44,7 +44,7 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True)
 class RunTotals:
-    """What one or several runs of a job did."""
+    """What one or several runs of a job did, of stretches that were stored whole."""
 
     runs: int = 0
     tokens_computed: int = 0
