@@ -415,6 +415,7 @@ def widths_in(pixels: NDArray[np.int64], colours: Sequence[str]) -> list[float]:
     return [width / sum(widths) for width in widths]
 
 
+@pytest.mark.jobs  # make test-jobs sees to the browser
 def test_a_browser_shows_every_plot(tmp_path: Path, browser: str) -> None:
     page = page_of(report_of(), tmp_path)
     bare = tmp_path / "bare.html"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,11 +19,13 @@ from mooncake_sparse_client import (
     KVCacheLayout,
     SlidingWindowSpec,
     chunk_name,
+    layout_for,
     store_mask,
 )
 from mooncake_sparse_client.jobs.corpus import Corpus, read_corpus
 from mooncake_sparse_client.jobs.planning import JobPlanner
 from mooncake_sparse_client.jobs.prompts import Prompt
+from mooncake_sparse_client.jobs.sharding import share_out
 
 Ids = list[int]
 
@@ -192,3 +195,23 @@ def test_the_estimate_counts_by_reason() -> None:
         # The tail of the junction at 16; the first prompt resumes at 24, the second at 20 and 24.
         assert {reason: tally.chunks for reason, tally in window.kept.items()} == {"replay": 3, "junction": 1}
         assert (window.dense.chunks, window.unmasked.chunks) == (8, 8)
+
+
+def test_a_large_corpus_takes_little_memory() -> None:
+    """100,000 prompts of 4,096 tokens must stay far below 2 GiB; here are fewer, of the same kind."""
+    layout, count = layout_for("deepseek-v4"), 400
+    dice = np.random.default_rng(0)
+    shared = dice.integers(0, 1 << 17, (4, 1024))
+    tracemalloc.start()
+    try:
+        prompts = (np.concatenate([shared[number % 4], dice.integers(0, 1 << 17, 3072)]) for number in range(count))
+        with read_corpus(prompts, layout, BlockHasher(layout.hash_block_size)) as corpus:
+            held, _ = tracemalloc.get_traced_memory()
+            assert corpus.tree.distinct_blocks == 4 * 4 + count * 12
+            assert share_out(corpus.tree, 3).parts
+            assert JobPlanner(corpus.tree, 0).estimate(corpus.tree.stretches())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < count * 2048
+    assert peak < count * 8192
