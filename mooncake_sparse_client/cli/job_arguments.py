@@ -52,6 +52,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         "module:factory",
     )
     cache.add_argument("--model", metavar="PATH", help="of the transformers producer: a model's folder or hub name")
+    cache.add_argument("--device", help="that the model runs on; default: a GPU if PyTorch finds one, else the CPU")
     cache.add_argument("--block-size", type=int, default=16, metavar="N", help="of that model's layout; default: 16")
     cache.add_argument(
         "--tokenizer", metavar="WHAT", help="for text: module:function, text to token ids; default: that of --model"
@@ -181,10 +182,12 @@ def producer_of(arguments: argparse.Namespace) -> tuple[AnyProducer, str | None]
             raise ConfigError(f"--producer {_NUMPY} wants a --layout: one of {', '.join(sorted(PRESETS))}")
         return cast(AnyProducer, NumpyProducer(preset)), None
     if arguments.producer == _TRANSFORMERS:
-        from ..integrations.model_producer import ModelProducer
+        from ..integrations.model_producer import ModelProducer, usual_device
 
         _check_model(arguments)
-        made = ModelProducer.from_pretrained(arguments.model, arguments.block_size, dtype=arguments.dtype)
+        made = ModelProducer.from_pretrained(
+            arguments.model, arguments.block_size, dtype=arguments.dtype, device=arguments.device or usual_device()
+        )
         return cast(AnyProducer, made), made.kv.dtype
     return load_producer(arguments.producer, preset), None
 

@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         report = _run_on_ray(arguments) if arguments.engine == "ray" else run_part(arguments, _shard(arguments))
     except ProducerError as error:
-        traceback.print_exception(error.__cause__)
+        traceback.print_exception(error.__cause__ or error)
         print(f"precompute: --producer {arguments.producer}: {error}", file=sys.stderr)
         return _FAILED
     name = arguments.layout or f"that of {arguments.model or arguments.producer}"

@@ -21,7 +21,7 @@ from .transformers import ChunkCapture, ModelKV  # before the libraries: it says
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-__all__ = ["ModelProducer", "model_kv_of", "tokenizer_of"]
+__all__ = ["ModelProducer", "model_kv_of", "tokenizer_of", "usual_device"]
 
 
 class ModelProducer:
@@ -111,6 +111,11 @@ class ModelProducer:
                     f"{len(prompt)} tokens now, does not hold it: want chunks of the tokens that are to be computed"
                 )
         return state, capture
+
+
+def usual_device() -> torch.device:
+    """A GPU if PyTorch finds one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def model_kv_of(path: str, block_size: int = 16, *, dtype: torch.dtype | str | None = None) -> ModelKV:
