@@ -8,6 +8,7 @@ import pytest
 from mooncake_sparse_client import (
     ChunkFailure,
     FullAttentionSpec,
+    KeySchema,
     KVCacheLayout,
     LocalMooncake,
     MemoryStore,
@@ -109,6 +110,40 @@ async def test_a_plan_that_is_not_the_sequences_own_is_refused() -> None:
             ):
                 with pytest.raises(InvalidRequestError, match=message):
                     await call()
+
+
+async def test_a_plan_that_trusts_a_lookup_of_other_ranks_is_refused() -> None:
+    """What is stored under their keys is not under this client's."""
+    store = MemoryStore()
+
+    def of_rank(number: int) -> SparseStoreClient:
+        return client_of(store, keys=KeySchema("demo", tp_rank=number))
+
+    async with of_rank(0) as first, of_rank(1) as second:
+        sequence = first.sequence(range(100))
+        nothing = first.plan_put(sequence, hit=await first.lookup(sequence))
+        await first.put(sequence, page)
+        hit = await first.lookup(sequence)
+        trusting = first.plan_put(sequence, hit=hit)
+        for call in (
+            lambda: second.put(sequence, page, plan=trusting),
+            lambda: second.exists(sequence, plan=trusting),
+            lambda: second.verify(sequence, plan=trusting),
+        ):
+            with pytest.raises(InvalidRequestError, match="trusts a lookup of the ranks"):
+                await call()
+        assert (await first.put(sequence, page, plan=trusting)).written == Tally()
+        # One that believes nothing to be stored may be carried out by any rank.
+        assert (await second.exists(sequence, plan=nothing))[0].tolist() == [False] * 3
+        own = second.plan_put(sequence, hit=hit)
+        assert (await second.put(sequence, page, plan=own)).written == Tally(4, 3 * 64 + 32)
+
+
+async def test_a_question_is_for_a_plan_or_for_all_chunks() -> None:
+    async with client_of(MemoryStore()) as client:
+        sequence = client.sequence(range(100))
+        with pytest.raises(InvalidRequestError, match="all_chunks and plan say different things"):
+            await client.exists(sequence, all_chunks=True, plan=client.plan_put(sequence))
 
 
 @pytest.mark.parametrize(

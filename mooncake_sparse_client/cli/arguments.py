@@ -31,7 +31,10 @@ def interval_of(text: str) -> int | None:
 def check_figures(path: Path) -> None:
     """Whether ``write_figures`` will be able to; a file that is there stays as it is. Raises ``ConfigError``."""
     try:
+        was_there = path.exists()
         path.open("a").close()
+        if not was_there:
+            path.unlink()  # an empty one would look like figures
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
 

@@ -67,12 +67,13 @@ class JobProgress:
         total_tokens: int,
         *,
         name: str = "precompute",
+        writes: bool = True,
         stream: TextIO | None = None,
         every: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_tokens
-        self._name = name
+        self._name, self._writes = name, writes
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._started = self._shown_at = clock()
@@ -159,7 +160,7 @@ class JobProgress:
             return
         seconds = self._clock() - self._started
         rate = f", {self._tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
-        self._write(f"{self._amount()} in {human_time(seconds)}{rate}, {self._postfix()}")
+        self._write(", ".join(filter(None, (f"{self._amount()} in {human_time(seconds)}{rate}", self._postfix()))))
 
     def _parts_so_far(self) -> list[str]:
         parts = [self._amount()]
@@ -171,7 +172,7 @@ class JobProgress:
             parts.append(f"{rate:,.0f} tokens/s")
             if rate > 0 and self._tokens < self._total:
                 parts.append(f"{human_time((self._total - self._tokens) / rate)} left")
-        return [*parts, self._postfix()]
+        return [*parts, *filter(None, [self._postfix()])]
 
     def _amount(self) -> str:
         if self._total <= 0:
@@ -180,7 +181,8 @@ class JobProgress:
         return f"{self._tokens:,} of {total:,} tokens ({100 * self._tokens // total} %)"  # rounded down: 100 is all
 
     def _postfix(self) -> str:
-        return f"{human_bytes(self._bytes)} written" + (f", {self._printable(self._note)}" if self._note else "")
+        written = f"{human_bytes(self._bytes)} written" if self._writes else ""
+        return ", ".join(part for part in (written, self._printable(self._note)) if part)
 
     def _write(self, text: str) -> None:
         if self._bar is not None:

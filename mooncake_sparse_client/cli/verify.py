@@ -58,7 +58,7 @@ async def _verify(arguments: argparse.Namespace) -> VerifyReport:
 
     def progress(tokens: int, total: int) -> None:
         if not bar:
-            bar.append(JobProgress(total, name="verify"))
+            bar.append(JobProgress(total, name="verify", writes=False))
         bar[0].update(tokens, 0)
 
     prompts = read_prompts(arguments.corpus, tokenizer_for(arguments))

@@ -76,7 +76,9 @@ class PrecomputeJob(Generic[State]):
                 journal, corpus = await settled(opening, self._stop.set)
                 return await self._run(Workers(self._client, self._producer, files, computing), journal, corpus)
             except StoppedError as error:
-                return JobReport("stopped", str(error))
+                shard = self._options.shard
+                part = None if shard == Shard() else (shard.number, shard.count)
+                return JobReport("stopped", str(error), self._client.keys.cache_id, part)
             finally:
                 await settled(asyncio.wrap_future(files.submit(opened.close)))
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from ..chunks import ChunkBuffers
 from ..client import SparseStoreClient
+from ..core.masks import BoolArray
 from ..core.plans import PutPlan
 from ..core.results import ChunkFailure, PutResult
 from ..core.sequence import TokenSequence
 from ..core.tally import NOTHING, Tally
 from ..data_plane.staging import Budget
-from ..errors import InvalidBufferError, ProducerError, StoreFullError, StoreUnavailableError
+from ..errors import InvalidBufferError, ProducerError, StoreError, StoreFullError, StoreUnavailableError
 from ..waiting import settled
 from .producers import ChunkSource
 from .steady import Patience
@@ -24,6 +27,8 @@ from .tree import Stretch
 
 #: Reasons for which a chunk was not stored that no time cures.
 _FOR_GOOD: Final = frozenset({"rejected", "unknown"})
+#: Puts that may be under way or wait for their turn, for each that may be under way.
+_WAITING: Final = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -62,14 +67,27 @@ class _Offered:
     """A source, and which of its chunks the store has asked for, to write them."""
 
     source: ChunkSource
+    #: What the producer was asked for, one boolean array a group.
+    wanted: Sequence[BoolArray]
     chunks: set[tuple[int, int]] = field(default_factory=set)
+    #: Those of them that it has not got. (What it was not asked for was lost since the job asked the store.)
+    lacking: set[tuple[int, int]] = field(default_factory=set)
 
     def __call__(self, group: int, chunk: int) -> ChunkBuffers | None:
         where = (group, chunk)
         found = self.source.get(where) if isinstance(self.source, Mapping) else self.source(group, chunk)
         if found is not None:
             self.chunks.add(where)
+        elif self.wanted[group][chunk]:
+            self.lacking.add(where)
         return found
+
+    def left_of_wanted(self, failed: set[tuple[int, int]]) -> list[int]:
+        """How many chunks of each group were neither asked for nor did they fail: the store had got them."""
+        left = [int(np.count_nonzero(mask)) for mask in self.wanted]
+        for group, chunk in self.chunks | self.lacking | failed:
+            left[group] -= bool(self.wanted[group][chunk])
+        return left
 
 
 class Putter:
@@ -89,19 +107,27 @@ class Putter:
         self._patience = patience
         self._tally = tally
         self._budget = Budget(max_bytes)
+        # With small chunks very many puts would be few bytes.
+        self._waiting = Budget(_WAITING * at_once)
         self._places = asyncio.Semaphore(at_once)
         self._on_stored = on_stored
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
 
     async def room(self, nbytes: int) -> None:
-        """Wait until so many bytes more may be held for puts. Raises what a put has raised meanwhile."""
+        """Wait until one more put, of so many bytes, may wait for its turn. Raises what a put has raised meanwhile."""
         self.check()
-        await self._budget.take(nbytes)
+        await self._waiting.take(1)
+        try:
+            await self._budget.take(nbytes)
+        except BaseException:
+            self._waiting.give_back(1)
+            raise
         self.check()
 
     def give_back(self, nbytes: int) -> None:
-        """For room that was not used."""
+        """For room that was not used, or is not any more."""
+        self._waiting.give_back(1)
         self._budget.give_back(nbytes)
 
     def check(self) -> None:
@@ -109,11 +135,19 @@ class Putter:
             raise self._error
 
     def put(
-        self, stored: Stored, sequence: TokenSequence, plan: PutPlan, source: ChunkSource, nbytes: int, *, again: bool
+        self,
+        stored: Stored,
+        sequence: TokenSequence,
+        plan: PutPlan,
+        source: ChunkSource,
+        wanted: Sequence[BoolArray],
+        nbytes: int,
+        *,
+        again: bool,
     ) -> None:
-        """Begin a put of chunks for which there is ``room``."""
+        """Begin a put of the chunks that were ``wanted`` of the source, for which there is ``room``."""
         stored.begin()
-        task = asyncio.create_task(self._put(stored, sequence, plan, _Offered(source), nbytes, again=again))
+        task = asyncio.create_task(self._put(stored, sequence, plan, _Offered(source, wanted), nbytes, again=again))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -124,7 +158,7 @@ class Putter:
 
     async def settle(self) -> None:
         """Wait for all puts under way. Raises what the first of those that failed has raised."""
-        if self._tasks:
+        while self._tasks:
             await asyncio.wait(self._tasks)
         self.check()
 
@@ -138,8 +172,16 @@ class Putter:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._error = self._error or task.exception()
+        if not task.cancelled():
+            task.exception()  # noted already
+
+    def _note_error(self, error: BaseException) -> None:
+        """The first error ends the run. If it is the store's, the other puts would only meet with it one by one."""
+        if self._error is None and not isinstance(error, asyncio.CancelledError):
+            self._error = error
+            if isinstance(error, StoreError):
+                for task in self._tasks - {asyncio.current_task()}:
+                    task.cancel()
 
     async def _put(
         self, stored: Stored, sequence: TokenSequence, plan: PutPlan, offered: _Offered, nbytes: int, *, again: bool
@@ -147,18 +189,20 @@ class Putter:
         try:
             async with self._places:
                 result = await self._patience.keep_on(lambda: self._attempt(sequence, plan, offered))
+            failed = {(failure.group, failure.chunk) for failure in result.failures}
             # An attempt before the last may have written them, which the last has found there.
-            written = offered.chunks - {(failure.group, failure.chunk) for failure in result.failures}
-            added = self._tally.note_put(plan, written, again=again)
-            self._tally.existing += sum(plan.reachable, NOTHING) - added - result.unavailable - result.failed
+            added = self._tally.note_put(plan, offered.chunks - failed, again=again)
+            self._tally.note_existing(offered.left_of_wanted(failed))
             stored.written += added
-            if result.failures or result.unavailable.chunks:
-                stored.whole, stored.hopeless = False, True
-        except BaseException:
+            if failed or result.unavailable.chunks:
+                stored.whole = False
+                stored.hopeless |= bool(failed or offered.lacking)
+        except BaseException as error:
             stored.whole = False
+            self._note_error(error)
             raise
         finally:
-            self._budget.give_back(nbytes)
+            self.give_back(nbytes)
             stored.end()
         self._note(stored)
 

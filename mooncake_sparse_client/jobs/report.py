@@ -134,7 +134,9 @@ class JobReport:
             message="; ".join(f"part {report.part}: {report.message}" for report in reports if report.message),
             wrong_lines=max(report.wrong_lines for report in reports),  # each has read the whole corpus
             wrong=reports[0].wrong,
-            groups=tuple(map(_joined, *(report.groups for report in reports))),
+            groups=tuple(
+                _joined(*same) for same in zip(*(part.groups for part in reports if part.groups), strict=True)
+            ),
             samples=_joined_samples(reports, begun),
             seconds=max(start + report.seconds for start, report in zip(begun, reports, strict=True)),
             seconds_reading=max(report.seconds_reading for report in reports),

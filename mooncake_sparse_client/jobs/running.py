@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from ..client import SparseStoreClient
 from ..core.tally import NOTHING, Tally
-from ..errors import ConfigError, ProducerError, StoreError
+from ..errors import ClientClosedError, ConfigError, ProducerError, StoreError
 from ..waiting import held
 from .corpus import Corpus
 from .journal import Journal
@@ -156,8 +156,9 @@ class JobRun(Generic[State]):
         """Where the work ends early, what was computed is still put, unless the store has failed."""
         try:
             return await work
-        except (StoppedError, ProducerError):
-            with suppress(ProducerError):
+        except (StoppedError, ProducerError) as error:
+            # Of a producer that fails is told whatever the store does meanwhile.
+            with suppress(ProducerError, *([StoreError] if isinstance(error, ProducerError) else [])):
                 await crew.putter.settle()
             raise
 
@@ -208,7 +209,7 @@ class JobRun(Generic[State]):
         if journal is not None:
             try:
                 await held(self._workers.files.submit(journal.append_end, report.status, seconds=report.seconds))
-            except ConfigError as error:
+            except (ConfigError, ClientClosedError) as error:
                 watcher.message(str(error))  # the results do not hang on it
 
     def _report(self, status: Status, message: str, missing: Tally, tally: RunTally, patience: Patience) -> JobReport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..core.layout import KVCacheLayout
 from ..core.plans import PutPlan
@@ -75,6 +75,11 @@ class RunTally:
             self.rewritten += added
         self.sample()
         return added
+
+    def note_existing(self, counts: Sequence[int]) -> None:
+        """So many chunks of each group were offered, and there by then."""
+        for count, size in zip(counts, self._layout.page_sizes, strict=True):
+            self.existing += Tally.of(count, size)
 
     def sample(self) -> None:
         """Note how far the run is."""

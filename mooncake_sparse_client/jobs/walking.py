@@ -149,7 +149,7 @@ class Walk(Generic[State]):
         crew.tally.note_prefill(len(ids))
         if nbytes:
             mark = visit.mark if part is visit.stretch else crew.visitor.mark(part)
-            crew.putter.put(stored, visit.sequence, plan, source, nbytes, again=mark in crew.done)
+            crew.putter.put(stored, visit.sequence, plan, source, wanted, nbytes, again=mark in crew.done)
         else:
             crew.putter.give_back(nbytes)
         crew.progress()

@@ -7,8 +7,7 @@ import dataclasses
 import itertools
 import os
 import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ from mooncake_sparse_client import (
     MemoryStore,
     PutItem,
     SlidingWindowSpec,
+    Tally,
     WrappedStore,
     layout_for,
     longest_usable_prefix,
@@ -55,15 +55,19 @@ from mooncake_sparse_client import (
 from mooncake_sparse_client.cli.trace import TRACE_BLOCK, Request, make_workload, read_trace
 from mooncake_sparse_client.core.keys import KeyBuilder
 from mooncake_sparse_client.errors import ConfigError, InvalidTokensError
-from mooncake_sparse_client.jobs import walking
+from mooncake_sparse_client.jobs import visiting, walking
 from mooncake_sparse_client.jobs.corpus import read_corpus
 from mooncake_sparse_client.jobs.job import PrecomputeJob
+from mooncake_sparse_client.jobs.journal import Journal
 from mooncake_sparse_client.jobs.numpy_producer import NumpyProducer
 from mooncake_sparse_client.jobs.options import JobOptions
 from mooncake_sparse_client.jobs.planning import JobPlanner
 from mooncake_sparse_client.jobs.prompts import Prompt, WrongLine
 from mooncake_sparse_client.jobs.report import JobReport
+from mooncake_sparse_client.jobs.running import JobRun
 from mooncake_sparse_client.jobs.sharding import Shard
+from mooncake_sparse_client.jobs.states import WarmStates
+from mooncake_sparse_client.jobs.verifying import verify_corpus
 from mooncake_sparse_client.stores.base import Failure
 
 TRACES = os.environ.get("MOONCAKE_SPARSE_TRACES")  # now: a test's own environment has no such settings
@@ -366,7 +370,7 @@ async def test_a_part_counts_what_is_its_own_and_waits_for_the_trunk_that_is_not
     assert (first.tokens_computed, second.tokens_computed) == (64 + 3 * 32, 5 * 32)
     assert (first.part, second.part) == ("1/2", "2/2")
     assert (first.prompts, second.prompts) == (3, 5)
-    assert second.tokens_restored >= 64
+    assert second.tokens_restored == 64  # once, for five branches
     assert told.total == second.tokens_distinct == 5 * 32
     same_contents(await contents(store), (await undisturbed(BRANCHES))[1])
 
@@ -379,6 +383,9 @@ async def test_with_the_trunk_apart_no_part_computes_it() -> None:
     same_contents(await contents(store), wanted)
     assert [getattr(report, name) for name in SUMMED] == [getattr(alone, name) for name in SUMMED]
     assert report.tokens_computed == alone.tokens_distinct
+    # The trunk is counted with none of them, so that both are as large.
+    parts = [await run_job(MemoryStore(), BRANCHES, shard=shard, trunk_seconds=0) for shard in shards[1:]]
+    assert [(part.prompts, part.tokens_distinct) for part in parts] == [(4, 4 * 32), (4, 4 * 32)]
     trunk = await run_job(MemoryStore(), BRANCHES, shard=shards[0])
     assert trunk.tokens_distinct == trunk.tokens_computed == 64
     assert (trunk.part, trunk.prompts) == ("trunk/2", 0)
@@ -391,12 +398,189 @@ async def test_a_part_whose_trunk_never_comes_computes_it_itself() -> None:
     assert (report.status, report.tokens_distinct) == ("done", 5 * 32)
     assert report.tokens_computed == 64 + 5 * 32
     assert report.tokens_recomputed == 64  # another part's
+    assert report.tokens_restored == 0  # what was computed stayed warm
     sums_hold(report)
     own = await contents(store)
     same_contents(own, {key: wanted[key] for key in own})
     rest = await run_job(store, BRANCHES, shard=Shard(1, 2))
     assert rest.tokens_computed == 3 * 32
     same_contents(await contents(store), wanted)
+
+
+async def test_a_trunk_that_does_not_come_is_waited_for_once() -> None:
+    """There are two; whoever gives the first up has given up the other part."""
+    prompts = [*BRANCHES, *(Prompt(prompt.token_ids, cache_salt="a") for prompt in BRANCHES)]
+    store, told = MemoryStore(), Told()
+    report = await run_job(store, prompts, shard=Shard(2, 2), trunk_seconds=0.05, watch=told)
+    assert (report.status, report.tokens_recomputed) == ("done", 2 * 64)
+    assert told.messages == [
+        "waiting for part 1 to store what the parts share",
+        "part 1 did not store it in time: from now on this part computes what it lacks by itself",
+    ]
+
+
+async def test_of_another_parts_trunk_only_what_is_missing_is_asked_of_the_producer() -> None:
+    store, producer = MemoryStore(), Asked()
+    await run_job(store, BRANCHES)
+    before = len(store.keys())
+    await store.remove([*keys_of([1] * 64, 0, [3]), *(key for prompt in BRANCHES for key in own_keys(prompt, 64))])
+    lacking = before - len(store.keys())
+    first = await run_job(MemoryStore(), BRANCHES, shard=Shard(1, 2))
+    report = await run_job(store, BRANCHES, shard=Shard(2, 2), trunk_seconds=0.05, producer=producer)
+    assert report.status == "done"
+    assert 0 < report.chunks_written < lacking < before
+    assert producer.chunks == report.chunks_written
+    assert first.chunks_written > 0
+
+
+# What is computed, and what is gone on from.
+
+
+def keys_of(ids: Ids, group: int, chunks: Iterable[int]) -> list[str]:
+    client = client_of(MemoryStore())
+    return KeyBuilder(LAYOUT, client.keys).own_keys(client.sequence(ids).block_hashes, group, list(chunks))
+
+
+def own_keys(prompt: Prompt, start: int, end: int | None = None) -> list[str]:
+    """Of all chunks of a prompt's tokens ``[start, end)``, whether they are kept or not."""
+    ids = [int(token) for token in prompt.token_ids]
+    stop = len(ids) if end is None else end
+    return [
+        key
+        for group, spec in enumerate(LAYOUT.groups)
+        for key in keys_of(ids, group, range(start // spec.block_size, stop // spec.block_size))
+    ]
+
+
+class Asked(StrictProducer):
+    """Counts the chunks that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks = 0
+
+    def prefill(self, state: Any, token_ids: Any, wanted: Any) -> Any:
+        self.chunks += sum(int(np.count_nonzero(mask)) for mask in wanted)
+        return super().prefill(state, token_ids, wanted)
+
+
+async def test_nothing_is_computed_behind_the_last_chunk_that_is_missing() -> None:
+    store, ids = MemoryStore(), list(range(1, 81))
+    await run_job(store, [ids])
+    await store.remove(keys_of(ids, 0, [1]))
+    report = await run_job(store, [ids])
+    assert (report.status, report.chunks_written) == ("done", 1)
+    assert (report.tokens_computed, report.tokens_recomputed, report.tokens_skipped) == (16, 0, 64)
+    sums_hold(report)
+
+
+#: Two prompts that share 64 tokens.
+PAIR = [Prompt([1] * 64 + [2] * 64), Prompt([1] * 64 + [3] * 64)]
+
+
+async def pair_without(*gone: tuple[int, int, int], interval: int = 0) -> MemoryStore:
+    """A store with ``PAIR`` but for tokens ``[start, end)`` of its prompts of those numbers."""
+    store = MemoryStore()
+    await run_job(store, PAIR, interval=interval)
+    for number, start, end in gone:
+        await store.remove(own_keys(PAIR[number], start, end))
+    return store
+
+
+async def test_a_warm_state_is_gone_on_from_where_the_store_has_no_longer_hit() -> None:
+    """The second prompt's first chunk is there, but no boundary behind it."""
+    store = await pair_without((0, 0, 64), (1, 72, 128))
+    report = await run_job(store, PAIR)
+    assert (report.status, report.tokens_computed, report.tokens_restored) == ("done", 128, 0)
+    same_contents(await contents(store), by_definition(LAYOUT, PAIR, 0))
+
+
+async def test_a_longer_hit_is_gone_on_from_in_place_of_a_warm_state() -> None:
+    store = await pair_without((0, 0, 64), (1, 96, 128), interval=8)
+    report = await run_job(store, PAIR, interval=8)
+    assert (report.status, report.tokens_computed, report.tokens_restored) == ("done", 64 + 32, 96)
+    same_contents(await contents(store), by_definition(LAYOUT, PAIR, 8))
+
+
+async def test_a_stop_is_noticed_within_a_stretch() -> None:
+    told = Told()
+    async with client_of(MemoryStore()) as client:
+        job = PrecomputeJob(client, StrictProducer(), [list(range(800))], JobOptions(step_tokens=80), watch=told)
+        told.on_update = job.stop  # behind the first part
+        report = await job.run()
+    assert (report.status, report.message, report.tokens_computed) == ("stopped", "it was asked to stop", 80)
+
+
+@pytest.mark.parametrize(
+    ("mended", "left", "passes"),
+    [
+        ([9], [0], "ml"),
+        ([9, 0], [9], "mlm"),
+        ([9, 8], [8, 5], "mlml"),  # hardly fewer than before: there is no end to it
+        ([9, 8], [8, 0], "mlml"),
+        ([9, 8, 4], [8, 4, 1], "mlmlml"),
+        ([9, 8, 4], [8, 4, 0], "mlmlml"),
+    ],
+)
+async def test_what_is_missing_is_mended_while_that_helps(
+    mended: list[int], left: list[int], passes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``mended``, ``left``: how many chunks each pass that mends, and each that looks, came to that were missing."""
+    seen, answers = "", {True: iter(mended), False: iter(left)}
+
+    async def walk(_: object, crew: object, *, mend: bool) -> Tally:
+        nonlocal seen
+        seen += "m" if mend else "l"
+        chunks = next(answers[mend])
+        return Tally(chunks, chunks)
+
+    monkeypatch.setattr(JobRun, "_walk", walk)
+    report = await run_job(MemoryStore(), PAIR)
+    missing = 0 if seen[-1] == "m" else left[-1]
+    assert (seen, report.missing.chunks) == (passes, missing)
+    assert report.status == ("incomplete" if missing else "done")
+
+
+def test_what_a_journal_knows_is_not_noted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, append = list[bytes](), Journal.append_done
+
+    def note(journal: Journal, stretch: bytes, **figures: int) -> None:
+        noted.append(stretch)
+        append(journal, stretch, **figures)
+
+    monkeypatch.setattr(Journal, "append_done", note)
+    store, journal = MemoryStore(), tmp_path / "journal"
+
+    async def run() -> None:
+        await run_job(store, PAIR, journal=journal)
+        assert len(noted) == len(set(noted)) == 3
+        await run_job(store, PAIR, journal=journal, resume=True)
+        assert len(noted) == 3
+        # Another retention is other work.
+        await run_job(store, PAIR, interval=8, journal=journal, resume=True)
+        assert len(noted) == len(set(noted)) == 6
+
+    asyncio.run(run())
+
+
+async def test_parts_are_cut_by_bytes_too() -> None:
+    class Steps(StrictProducer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = list[int]()
+
+        def prefill(self, state: Any, token_ids: Any, wanted: Any) -> Any:
+            self.tokens.append(len(token_ids))
+            return super().prefill(state, token_ids, wanted)
+
+    producer = Steps()
+    # With every chunk kept a block of 8 has 40 + 2 * 24 + 33 bytes: four are put at a time, of which there is room for
+    # eight.
+    report = await run_job(
+        MemoryStore(), [[1] * 128], interval=None, producer=producer, max_bytes_pending=8 * 121, step_tokens=64
+    )
+    assert report.status == "done"
+    assert producer.tokens == [32] * 4
 
 
 # Stopping, cancelling, resuming.
@@ -458,10 +642,49 @@ def test_a_job_that_was_stopped_is_resumed_where_it_was(calls: int, tmp_path: Pa
 
 async def test_a_stop_before_the_corpus_is_read_ends_the_reading() -> None:
     async with client_of(MemoryStore()) as client:
-        job = PrecomputeJob(client, StrictProducer(), a_corpus(1))
+        job = PrecomputeJob(client, StrictProducer(), a_corpus(1), JobOptions(shard=Shard(2, 3)))
         job.stop()
         report = await job.run()
-    assert (report.status, report.prompts) == ("stopped", 0)
+        assert (report.status, report.prompts) == ("stopped", 0)
+        assert (report.cache_id, report.part) == (client.keys.cache_id, "2/3")
+
+
+def long_corpus(read: list[int]) -> Iterator[Ids]:
+    """Longer than anybody reads who is told to end."""
+    for number in range(100_000):
+        read.append(number)
+        yield [number % 1000] * 16
+    raise AssertionError("nobody ended it")
+
+
+async def test_a_stop_ends_the_reading_of_a_corpus() -> None:
+    read = list[int]()
+    async with client_of(MemoryStore()) as client:
+        job = PrecomputeJob(client, StrictProducer(), long_corpus(read))
+        running = asyncio.create_task(job.run())
+        while not read:
+            await asyncio.sleep(0.001)
+        job.stop()
+        report = await running
+    assert (report.status, report.tokens_computed) == ("stopped", 0)
+    assert "while it read the corpus" in report.message
+
+
+def test_a_cancellation_ends_the_reading_for_a_verification() -> None:
+    read, leftovers = list[int](), Leftovers()
+
+    async def run() -> None:
+        async with client_of(MemoryStore()) as client:
+            running = asyncio.create_task(verify_corpus(client, long_corpus(read)))
+            while not read:
+                await asyncio.sleep(0.001)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+
+    asyncio.run(run())
+    assert len(read) < 100_000
+    leftovers.check()
 
 
 async def test_a_stop_ends_the_wait_for_a_trunk_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,15 +744,9 @@ def test_a_cancelled_job_leaves_nothing_behind(turns: int, calls: int, tmp_path:
 def test_a_cancellation_ends_the_reading_of_a_corpus() -> None:
     read, leftovers = list[int](), Leftovers()
 
-    def long_corpus() -> Iterator[Ids]:
-        for number in range(2000):
-            read.append(number)
-            time.sleep(0.001)
-            yield [number] * 16
-
     async def run() -> None:
         async with client_of(MemoryStore()) as client:
-            running = asyncio.create_task(PrecomputeJob(client, StrictProducer(), long_corpus()).run())
+            running = asyncio.create_task(PrecomputeJob(client, StrictProducer(), long_corpus(read)).run())
             while not read:
                 await asyncio.sleep(0.001)
             running.cancel()
@@ -537,7 +754,7 @@ def test_a_cancellation_ends_the_reading_of_a_corpus() -> None:
                 await running
 
     asyncio.run(run())
-    assert len(read) < 2000
+    assert len(read) < 100_000
     leftovers.check()
 
 
@@ -649,3 +866,41 @@ async def test_few_states_are_kept(warm_states: int) -> None:
     report = await run_job(MemoryStore(), prompts, producer=producer, warm_states=warm_states, step_tokens=8)
     assert report.tokens_computed == report.tokens_distinct == (2**7 - 2) * 8
     assert producer.most_states <= warm_states + 2
+
+
+def test_warm_states_are_the_deepest_that_are_gone_on_from() -> None:
+    with read_corpus(
+        [[1] * 8, [1] * 16 + [2] * 8, [1] * 16 + [3] * 8, [1] * 8 + [4] * 8, [1] * 8 + [5] * 8],
+        LAYOUT,
+        client_of(MemoryStore()).hasher,
+    ) as corpus:
+        walk = list(corpus.tree.stretches())
+        top, middle, first, *_ = walk
+        assert [len(top.children), len(middle.children)] == [3, 2]
+        states = WarmStates[str](1, walk)
+        states.passed(top)
+        states.keep(top, "top")
+        states.keep(middle, "middle")
+        assert [states.has(top), states.has(middle)] == [False, True]  # there is room for one
+        states.keep(first, "first")
+        assert not states.has(first)  # nothing goes on from it
+        assert states.has(middle)
+        assert states.wants(middle)
+        assert states.take(middle) == ("middle", True)
+        states.passed(first)
+        assert not states.wants(middle)  # but for the one that is at work now
+        assert states.take(middle) == ("middle", False)
+        assert not states.has(middle)
+        assert not WarmStates[str](0, walk).wants(top)
+
+
+def test_stretches_are_asked_for_together_up_to_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all of their paths: what is read and hashed for them at a time is bounded."""
+    monkeypatch.setattr(visiting, "_TOGETHER", 3)
+    monkeypatch.setattr(visiting, "_TOKENS_TOGETHER", 100)
+    hasher = client_of(MemoryStore()).hasher
+    with read_corpus(
+        [[number] * 8 * blocks for number, blocks in enumerate((1, 1, 1, 1, 12, 1, 13, 1))], LAYOUT, hasher
+    ) as corpus:
+        found = list(visiting._batches(list(corpus.tree.stretches()), 8))
+    assert [[stretch.blocks for stretch in batch] for batch in found] == [[1, 1, 1], [1, 12], [1, 13], [1]]

@@ -27,15 +27,19 @@ from job_ground import (
 from mooncake_sparse_client import (
     FullAttentionSpec,
     GetItem,
+    KeySchema,
     KVCacheLayout,
     MemoryStore,
     PutItem,
     Resilience,
     SparseStoreClient,
+    Tally,
     WrappedStore,
 )
+from mooncake_sparse_client.core.keys import KeyBuilder
 from mooncake_sparse_client.errors import (
     ConfigError,
+    InvalidRequestError,
     ProducerError,
     StoreRejectedError,
     StoreUnavailableError,
@@ -174,6 +178,7 @@ def test_chunks_that_are_refused_for_good_are_missing_at_the_end(tmp_path: Path)
         store = MemoryStore()
         report = await run_job(Refusing(store, some), PROMPTS, **options)
         assert (report.status, report.missing.chunks) == ("incomplete", 5)
+        assert report.tokens_computed == report.tokens_distinct  # nothing was computed once more for them
         assert report.missing.bytes == sum(len(WANTED[key]) for key in some)
         same_contents(await contents(store), {key: value for key, value in WANTED.items() if key not in some})
         # They were never there: where another run finds room for them, nothing is written anew.
@@ -310,6 +315,35 @@ async def test_what_the_store_always_loses_is_missing_at_the_end() -> None:
     same_contents(await contents(memory), {key: value for key, value in WANTED.items() if key not in doomed})
 
 
+class LosingOnce(WrappedStore):
+    """Loses a value as soon as it has said that it is there."""
+
+    def __init__(self, inner: MemoryStore, key: str) -> None:
+        super().__init__(inner)
+        self._key = key
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        answers = await super().exists(keys)
+        if self._key in keys:
+            await self.inner.remove([self._key])
+            self._key = ""
+        return answers
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+async def test_what_is_lost_between_the_question_and_the_put_is_computed_too(lost: int) -> None:
+    """The producer was not asked for it the first time: that is no reason to give it up."""
+    store, ids = MemoryStore(), list(range(1, 41))
+    await run_job(store, [ids])
+    builder = KeyBuilder(LAYOUT, client_of(store).keys)
+    keys = builder.own_keys(client_of(store).sequence(ids).block_hashes, 0, range(5))
+    await store.remove([keys[0], keys[4]])
+    report = await run_job(LosingOnce(store, keys[lost]), [ids])
+    assert (report.status, report.chunks_written, report.passes) == ("done", 3, 4)
+    sums_hold(report)
+    same_contents(await contents(store), by_definition(LAYOUT, [Prompt(ids)], 0))
+
+
 # Damage.
 
 
@@ -425,6 +459,7 @@ async def test_chunks_that_a_producer_has_not_got_are_missing_at_the_end(called:
     assert (report.status, report.missing.chunks) == ("incomplete", len(WANTED) - len(kept))
     assert "the producer does not deliver them" in report.message
     assert (report.chunks_written, report.rewritten.chunks) == (len(kept), 0)
+    assert report.tokens_computed == report.tokens_distinct  # nothing was computed once more for them
     same_contents(await contents(store), kept)
 
 
@@ -444,7 +479,179 @@ def test_chunks_of_a_wrong_size_end_a_job(wrong: Callable[[Any], Any], tmp_path:
     leftovers.check()
 
 
+class Partly(WrappedStore):
+    """Goes away in the midst of its first puts: the first item is taken."""
+
+    def __init__(self, inner: MemoryStore, puts: int) -> None:
+        super().__init__(inner)
+        self.puts = puts
+
+    async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
+        self.puts -= 1
+        if self.puts < 0:
+            return await super().put(items)
+        await super().put(items[:1])
+        raise unavailable()
+
+
+async def test_what_an_earlier_attempt_has_written_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steady, "_FIRST_PAUSE", 0.01)
+    store, told = MemoryStore(), Told()
+    report = await run_job(Partly(store, 4), PROMPTS, watch=told, **OPTIONS)
+    assert told.messages[0].startswith("the master does not answer")
+    assert (report.status, report.chunks_written, report.rewritten.chunks) == ("done", len(WANTED), 0)
+    assert report.existing == Tally()  # it was empty when the job began
+    sums_hold(report)
+    same_contents(await contents(store), WANTED)
+
+
+async def test_what_was_known_to_be_there_is_not_offered() -> None:
+    """What lies between chunks that are missing."""
+    store, ids = MemoryStore(), list(range(1, 41))
+    await run_job(store, [ids])
+    builder = KeyBuilder(LAYOUT, client_of(store).keys)
+    keys = builder.own_keys(client_of(store).sequence(ids).block_hashes, 0, range(5))
+    some = {keys[0], keys[2]}
+    await store.remove(some)
+    report = await run_job(Refusing(store, {keys[0]}), [ids])
+    assert (report.status, report.missing.chunks, report.chunks_written) == ("incomplete", 1, 1)
+    assert report.existing == Tally()
+
+
+class Shared(WrappedStore):
+    """Somebody else stores these values, right behind the first question."""
+
+    def __init__(self, inner: MemoryStore, values: dict[str, bytes]) -> None:
+        super().__init__(inner)
+        self._values = dict(values)
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        found = await super().exists(keys)
+        for key, value in self._values.items():
+            await self.inner.put([PutItem(key, (memoryview(value),))])
+        self._values = {}
+        return found
+
+
+async def test_what_others_have_stored_meanwhile_counts_as_existing() -> None:
+    first = MemoryStore()
+    await run_job(first, PROMPTS)
+    some = dict(list(first._values.items())[:5])
+    report = await run_job(Shared(MemoryStore(), some), PROMPTS)
+    sizes = [LAYOUT.page_sizes[int(key.partition("@group:")[2].partition("@")[0])] for key in some]
+    assert (report.status, report.existing) == ("done", Tally(5, sum(sizes)))
+    assert report.chunks_written == len(WANTED) - 5
+
+
+async def test_a_store_that_takes_nothing_is_tried_by_few_puts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more wait for their turn, and would each lose patience by themselves."""
+    monkeypatch.setattr(steady, "_FIRST_PAUSE", 0.01)
+
+    class Full(WrappedStore):
+        tried: set[str] = set()
+
+        async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
+            self.tried |= {item.key for item in items}
+            return [full() for _ in items]
+
+    store = Full(MemoryStore())
+    options = {"step_tokens": 16, "puts_at_once": 2, "patience_seconds": 0.1}
+    report = await run_job(store, PROMPTS, client={"timeout": 0.1}, **options)
+    assert report.status == "stopped"
+    assert "it has no room" in report.message
+    chunks_of_a_step = 16 // 8 + 16 // 4 + 16 // 8
+    assert 0 < len(store.tried) <= 2 * chunks_of_a_step
+
+
+async def test_a_producers_error_leaves_what_was_computed_stored() -> None:
+    """The store is slow, and all puts but the first are still waiting when the producer fails."""
+
+    def trip(name: str, number: int) -> None:
+        if (name, number) == ("prefill", 6):
+            raise RuntimeError("out of memory")
+
+    store = MemoryStore()
+    with pytest.raises(ProducerError, match="out of memory"):
+        await run_job(
+            Slow(store, 1 << 30, 0.02), [[1] * 160], interval=None, producer=Clumsy(trip), step_tokens=8, puts_at_once=1
+        )
+    assert len(store.keys()) == 5 * 4  # one chunk of the full group, two of the window, a state
+
+
+async def test_the_first_of_two_errors_of_a_producer_comes_out() -> None:
+    class Wrong(Clumsy):
+        def prefill(self, state: Any, token_ids: Any, wanted: Any) -> Any:
+            state, found = super().prefill(state, token_ids, wanted)
+            return state, {where: chunk[:-1] for where, chunk in found.items()}
+
+    def trip(name: str, number: int) -> None:
+        if (name, number) == ("prefill", 2):
+            raise RuntimeError("out of memory")
+
+    slow = Slow(MemoryStore(), 1 << 30, 0.02)
+    with pytest.raises(ProducerError, match="out of memory"):
+        await run_job(slow, [[1] * 160], interval=None, producer=Wrong(trip), step_tokens=8)
+
+
+async def test_a_few_stretches_are_read_back_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each call has its time."""
+    under_way, verify = list[int](), SparseStoreClient.verify
+    most = 0
+
+    async def counted(client: SparseStoreClient, *given: Any, **named: Any) -> Any:
+        nonlocal most
+        under_way.append(1)
+        most = max(most, len(under_way))
+        try:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return await verify(client, *given, **named)
+        finally:
+            under_way.pop()
+
+    monkeypatch.setattr(SparseStoreClient, "verify", counted)
+    store, prompts = MemoryStore(), [[number] * 16 for number in range(1, 31)]
+    await run_job(store, prompts)
+    report = await run_job(store, prompts, read_back=True)
+    assert (report.status, report.tokens_computed, most) == ("done", 0, 4)
+
+
+def test_a_journal_that_is_gone_for_good_ends_a_job_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torn record that cannot be taken back closes the journal."""
+    leftovers, appended = Leftovers(), []
+    append = Journal.append_done
+
+    def close_at_the_second(journal: Journal, stretch: bytes, **figures: int) -> None:
+        appended.append(stretch)
+        if len(appended) == 2:
+            journal.close()
+            raise ConfigError("the disk is gone")
+        append(journal, stretch, **figures)
+
+    monkeypatch.setattr(Journal, "append_done", close_at_the_second)
+    told = Told()
+    report = asyncio.run(run_job(MemoryStore(), PROMPTS, journal=tmp_path / "journal", watch=told, **OPTIONS))
+    assert (report.status, report.message) == ("stopped", "the disk is gone")
+    assert "is closed" in told.messages[-1]
+    leftovers.check()
+
+
 # What is refused.
+
+
+async def test_a_client_that_asks_for_other_ranks_keys_is_refused() -> None:
+    """Those are never written, and the job would never be done."""
+    keys = KeySchema("m", key_ranks=((0, 0, 0, 0), (1, 0, 0, 0)))
+    with pytest.raises(ConfigError, match="make the client without key_ranks"):
+        await run_job(MemoryStore(), PROMPTS, client={"keys": keys})
+
+
+async def test_a_job_runs_once() -> None:
+    async with client_of(MemoryStore()) as client:
+        job = PrecomputeJob(client, NumpyProducer(LAYOUT), PROMPTS)
+        await job.run()
+        with pytest.raises(InvalidRequestError, match="a job runs once"):
+            await job.run()
 
 
 async def test_a_client_that_takes_an_outage_for_a_miss_is_refused() -> None:
@@ -544,9 +751,12 @@ async def test_damage_that_is_met_on_the_way_is_mended() -> None:
     ids = [*beginning, *[91] * 24]
     await run_job(store, [beginning])
     await damage(store, store.keys())
+    held = len(store.keys())
     report = await run_job(store, [beginning, ids])
     assert report.status == "done"
     sums_hold(report)
+    # New are the longer prompt's own; what else was written stood there, as the job itself had seen.
+    assert report.rewritten.chunks == report.chunks_written - (len(store.keys()) - held) > 0
     async with client_of(store) as client:
         assert (await client.get(client.sequence(ids))).hit_length == LAYOUT.hit_cap(len(ids))
     wanted = by_definition(LAYOUT, [Prompt(ids)], 0)

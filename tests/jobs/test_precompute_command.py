@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import re
@@ -31,9 +32,13 @@ from command_ground import (
     write_corpus,
 )
 
-from mooncake_sparse_client import SparseStoreClient, layout_for
+from mooncake_sparse_client import FullAttentionSpec, KVCacheLayout, SparseStoreClient, layout_for
+from mooncake_sparse_client.cli.job_arguments import Cache, add_cache_arguments, cache_of
 from mooncake_sparse_client.cli.main import main
+from mooncake_sparse_client.cli.precompute import add_arguments, options_of
 from mooncake_sparse_client.errors import ConfigError
+from mooncake_sparse_client.jobs.options import JobOptions
+from mooncake_sparse_client.jobs.sharding import Shard
 from mooncake_sparse_client.stores.local import LocalMooncake
 
 MEMORY = ("--store", "memory")
@@ -389,6 +394,75 @@ def test_store_and_cache_reach_the_client(corpus: Path, monkeypatch: pytest.Monk
     assert (found["owner_address"], found["mode"], found["revision"]) == ("here:6", "shared", "r")
     assert "master_server_address" not in found
     assert found["retention_interval"] is None
+
+
+def cache_for(block: int, *arguments: str) -> Cache:
+    parser = argparse.ArgumentParser()
+    add_cache_arguments(parser)
+    layout = KVCacheLayout([FullAttentionSpec(block, page_size_bytes=32)])
+    return cache_of(parser.parse_args(["corpus.jsonl", *arguments]), layout)
+
+
+def test_the_retention_that_nobody_names_is_of_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = ("--model-name", "m")
+    assert [cache_for(block, *name).retention for block in (16, 24, 16384, 32768)] == [16384, 16368, 16384, 32768]
+    assert cache_for(24, *name).retention_origin == "default"
+    assert cache_for(24, *name, "--retention", "48").retention == 48
+    for text, interval in (("480", 480), ("0", 0)):
+        monkeypatch.setenv("MOONCAKE_SPARSE_RETENTION_INTERVAL", text)
+        assert cache_for(24, *name).retention == interval
+        assert cache_for(24, *name, "--retention", "none").retention is None
+
+
+def test_the_model_is_called_after_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However that is written; by any other name as that says."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    for model in ("llama", "llama/", "./llama", str(tmp_path / "llama"), "../" + tmp_path.name + "/llama"):
+        assert cache_for(16, "--model", model).model_name == "llama"
+    assert cache_for(16, "--model", "somebody/llama").model_name == "somebody/llama"
+    assert cache_for(16, "--model", "llama", "--model-name", "other").model_name == "other"
+    assert cache_for(16, "--layout", "gpt-oss", "--model", "llama").model_name == "gpt-oss"
+    with pytest.raises(ConfigError, match="--model-name is missing"):
+        cache_for(16)
+
+
+def test_what_is_said_of_the_job_reaches_it(corpus: Path, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def options(*arguments: str, shard: str = "1/1") -> JobOptions:
+        return options_of(parser.parse_args([str(corpus), *arguments]), Shard.parse(shard))
+
+    journal = corpus.with_name("corpus.jsonl.journal")
+    assert options() == JobOptions(journal=journal)
+    said = (
+        *("--resume", "--on-wrong", "stop", "--keep-in-process", "--read-back", "--step-tokens", "7"),
+        *("--pending", "5MB", "--trunk-wait", "3", "--patience", "4", "--spool", str(tmp_path)),
+    )
+    assert options(*said, shard="2/3") == JobOptions(
+        journal=journal.with_name("corpus.jsonl.journal.2-of-3"),
+        resume=True,
+        shard=Shard(2, 3),
+        on_wrong="stop",
+        keep_in_process=True,
+        read_back=True,
+        step_tokens=7,
+        max_bytes_pending=5 << 20,
+        patience_seconds=4,
+        trunk_seconds=3,
+        spool=tmp_path,
+    )
+    assert options("--journal", "j", shard="trunk/3").journal == Path("j.trunk-of-3")
+
+
+def test_figures_of_before_stay_until_there_are_new_ones(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = Path("figures.json")
+    figures.write_text("of before")
+    refusal(capsys, "precompute", corpus, *NUMPY, *MEMORY, "--json", figures, "--shard", "4/3")
+    assert figures.read_text() == "of before"
+    assert main(["precompute", str(corpus), *NUMPY, *MEMORY, "--json", str(figures)]) == 0
+    assert figures_of(figures)["status"] == "done"
 
 
 # On a Mooncake.

@@ -65,6 +65,32 @@ def test_one_prompt_cannot_be_cut() -> None:
         assert [len(part) for part in shares.parts] == [1, 0, 0]
 
 
+def test_with_the_trunk_apart_it_is_counted_as_nobodys() -> None:
+    with read(LAYOUT, [[1] * 64 + [number] * 32 for number in range(2, 10)]) as corpus:
+        for apart, sizes in ((False, [3, 5]), (True, [4, 4])):
+            shares = share_out(corpus.tree, 2, trunk_apart=apart)
+            assert [len(part) for part in shares.parts] == sizes
+            assert [stretch.blocks for stretch in shares.trunk] == [16]
+
+
+def test_what_is_nearly_all_shared_stays_with_one_part() -> None:
+    """Its branches are less work than the smallest piece of a part, and the others would wait for its trunk."""
+    shared = [[1] * 80 + [number] * 4 for number in (2, 3, 4)]
+    with read(LAYOUT, [*shared, [5] * 60]) as corpus:
+        shares = share_out(corpus.tree, 2)
+        assert shares.trunk == ()
+        assert sorted(len(part) for part in shares.parts) == [1, 4]
+    with read(LAYOUT, [[1] * 80 + [number] * 48 for number in (2, 3, 4)]) as corpus:
+        assert [stretch.blocks for stretch in share_out(corpus.tree, 2).trunk] == [20]
+
+
+def test_which_part_has_the_trunk() -> None:
+    shards = [Shard(0, 2), Shard(1, 2), Shard(2, 2)]
+    assert [shard.has_trunk for shard in shards] == [True, True, False]
+    shards = [Shard(number, 2, trunk_apart=True) for number in (0, 1, 2)]
+    assert [shard.has_trunk for shard in shards] == [True, False, False]
+
+
 def test_shards_are_written_as_people_write_them() -> None:
     assert Shard.parse("2/3") == Shard(2, 3)
     assert Shard.parse("trunk/3") == Shard(0, 3)
