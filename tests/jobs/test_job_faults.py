@@ -31,6 +31,7 @@ from mooncake_sparse_client import (
     KVCacheLayout,
     MemoryStore,
     PutItem,
+    PutPlan,
     Resilience,
     SparseStoreClient,
     Tally,
@@ -50,6 +51,7 @@ from mooncake_sparse_client.jobs.journal import Journal
 from mooncake_sparse_client.jobs.numpy_producer import NumpyProducer
 from mooncake_sparse_client.jobs.options import JobOptions
 from mooncake_sparse_client.jobs.prompts import Prompt
+from mooncake_sparse_client.jobs.putting import Putter
 from mooncake_sparse_client.stores.base import Failure
 
 PROMPTS = a_corpus(5, 40)
@@ -547,20 +549,19 @@ async def test_a_store_that_takes_nothing_is_tried_by_few_puts(monkeypatch: pyte
     """Many more wait for their turn, and would each lose patience by themselves."""
     monkeypatch.setattr(steady, "_FIRST_PAUSE", 0.01)
 
-    class Full(WrappedStore):
-        tried: set[str] = set()
+    tried, attempt = set(), Putter._attempt
 
-        async def put(self, items: Sequence[PutItem]) -> list[Failure | None]:
-            self.tried |= {item.key for item in items}
-            return [full() for _ in items]
+    def noted(putter: Putter, sequence: Any, plan: PutPlan, offered: Any) -> Any:
+        tried.add(plan.start_token)
+        return attempt(putter, sequence, plan, offered)
 
-    store = Full(MemoryStore())
+    monkeypatch.setattr(Putter, "_attempt", noted)
+    store = Troubled(MemoryStore(), 2, 60, full)  # from behind the first question on
     options = {"step_tokens": 16, "puts_at_once": 2, "patience_seconds": 0.1}
-    report = await run_job(store, PROMPTS, client={"timeout": 0.1}, **options)
-    assert report.status == "stopped"
+    report = await run_job(store, [list(range(160))], client={"timeout": 0.1}, **options)
+    assert (report.status, report.tokens_computed) == ("stopped", 160)
     assert "it has no room" in report.message
-    chunks_of_a_step = 16 // 8 + 16 // 4 + 16 // 8
-    assert 0 < len(store.tried) <= 2 * chunks_of_a_step
+    assert tried == {0, 16}
 
 
 async def test_a_producers_error_leaves_what_was_computed_stored() -> None:
