@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from mooncake_sparse_client import layout_for, load_mask
-from mooncake_sparse_client.cli.image import _PARTS, colours
+from mooncake_sparse_client.cli.image import PARTS, colours
 from mooncake_sparse_client.cli.main import main
 from mooncake_sparse_client.cli.picture import (
     Grid,
@@ -261,7 +261,7 @@ def test_a_cell_is_coloured_by_its_reasons() -> None:
     found = colours(Row("row", 8, parts), Grid(len(letters) * 8, 32)) * 255
 
     def mixed(**amounts: float) -> Any:
-        white = {"outside": "#ffffff"} | {part: colour for part, (colour, _) in _PARTS.items()}
+        white = {"outside": "#ffffff"} | {part: colour for part, (colour, _) in PARTS.items()}
         return sum(
             amount * np.array([int(white[part][digit : digit + 2], 16) for digit in (1, 3, 5)])
             for part, amount in amounts.items()
@@ -281,11 +281,11 @@ def test_a_cell_is_coloured_by_its_reasons() -> None:
 
 
 def seen_colours(path: Path) -> set[str]:
-    """Those of ``_PARTS`` that a PNG has whole areas of."""
+    """Those of ``PARTS`` that a PNG has whole areas of."""
     pixels = np.round(imread(path)[..., :3] * 255).astype(np.uint8).reshape(-1, 3)
     return {
         part
-        for part, (colour, _) in _PARTS.items()
+        for part, (colour, _) in PARTS.items()
         if np.all(pixels == np.frombuffer(bytes.fromhex(colour[1:]), np.uint8), axis=1).sum() > 1500
     }
 

@@ -469,7 +469,10 @@ async def test_a_put_that_never_had_its_turn_says_full() -> None:
             assert {failure.reason for failure in put.failures} == {"full"}
             assert put.failed.chunks == 4
         store.on_put = lambda key: None
-        assert (await client.put(client.sequence(range(64)), source_for(F16))).written.chunks == 4
+        # The pause that is left may be longer than such a short call's patience.
+        while (put := await client.put(client.sequence(range(64)), source_for(F16))).failed.chunks:
+            assert put.written.chunks == 0
+        assert put.written.chunks == 4
 
 
 async def test_an_owner_that_takes_nothing_is_not_offered_all_of_a_put() -> None:
