@@ -26,12 +26,13 @@ async def test_the_blocks_of_the_page_run_one_after_another() -> None:
     names: dict[str, object] = {
         "asyncio": asyncio,
         "model": model,
+        "prompts": [tokens_of(6, 40), tokens_of(6, 60)],
         "store": MemoryStore(),
         "token_ids": token_ids,
         "torch": torch,
     }
     blocks = re.findall(r"^```python notest\n([\s\S]*?)^```$", await asyncio.to_thread(PAGE.read_text), re.MULTILINE)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         code = compile(block, str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         running = eval(code, names)  # noqa: S307 - our own documentation
@@ -45,3 +46,6 @@ async def test_the_blocks_of_the_page_run_one_after_another() -> None:
     assert got.hit_length == 400
     said = await asyncio.to_thread(go_on, model, kv.restore(got), following, 8)
     await asyncio.to_thread(assert_as_without_cache, model, following, said)
+    report = names["report"]
+    assert (report.status, report.prompts) == ("done", 2)
+    assert report.tokens_computed == report.tokens_distinct == 48
