@@ -24,7 +24,7 @@ from .arguments import interval_of, naming, write_figures
 from .image import check_image, draw
 from .picture import Picture, Section, boundaries_of, label_of, load_section, put_section
 from .sketch import shades_for, sketch
-from .table import human_bytes, print_table
+from .table import print_table, tally_cells
 
 #: So many chunks still draw in seconds.
 _MOST_TOKENS: Final = 1 << 24
@@ -115,8 +115,7 @@ class _Load:
             "hit_length": self.hit_length,
             "local_tokens": self.local_tokens,
             "groups": [
-                {"group": number, "loaded": {"chunks": tally.chunks, "bytes": tally.bytes}}
-                for number, tally in enumerate(self.tallies(layout))
+                {"group": number, "loaded": tally.figures()} for number, tally in enumerate(self.tallies(layout))
             ],
         }
 
@@ -126,10 +125,7 @@ class _Load:
         rows = zip(layout.groups, self.tallies(layout), strict=True)
         print_table(
             ["group", "chunks", "bytes"],
-            [
-                [label_of(number, spec), f"{tally.chunks:,}", human_bytes(tally.bytes)]
-                for number, (spec, tally) in enumerate(rows)
-            ],
+            [[label_of(number, spec), *tally_cells(tally)] for number, (spec, tally) in enumerate(rows)],
         )
 
 

@@ -10,7 +10,7 @@ from ..jobs.planning import GroupEstimate, JobEstimate
 from ..jobs.prompts import WrongLine
 from ..jobs.report import JobReport
 from .job_progress import human_time, one_line
-from .table import human_bytes, print_table
+from .table import human_bytes, print_table, tally_cells
 
 #: Why a chunk is kept, in the order in which it is shown. Others come behind.
 REASONS: Final = ("dense", "segment", "replay", "boundary", "junction")
@@ -61,7 +61,7 @@ def _estimated(group: GroupEstimate) -> tuple[Tally, Tally, Tally]:
 
 
 def _estimate_row(label: str, kept: Tally, dense: Tally, unmasked: Tally) -> list[str]:
-    return [label, *_cells(kept), human_bytes(dense.bytes), human_bytes(unmasked.bytes)]
+    return [label, *tally_cells(kept), human_bytes(dense.bytes), human_bytes(unmasked.bytes)]
 
 
 def status_line(report: JobReport) -> str:
@@ -95,7 +95,7 @@ def chunk_rows(report: JobReport) -> list[list[str]]:
         "offered, and there by then": report.existing,
         "missing": report.missing,
     }
-    return [[label, *_cells(tally)] for label, tally in tallies.items()]
+    return [[label, *tally_cells(tally)] for label, tally in tallies.items()]
 
 
 def group_table(report: JobReport) -> tuple[list[str], list[list[str]]]:
@@ -105,7 +105,7 @@ def group_table(report: JobReport) -> tuple[list[str], list[list[str]]]:
         [
             one_line(group.label),
             *(human_bytes(group.written.get(reason, NOTHING).bytes) for reason in reasons),
-            *_cells(sum(group.written.values(), NOTHING)),
+            *tally_cells(sum(group.written.values(), NOTHING)),
         ]
         for group in report.groups
     ]
@@ -158,7 +158,3 @@ def _shard_of(report: JobReport) -> list[str]:
 
 def _many(tally: Tally) -> str:
     return f"{tally.chunks:,} {'chunk' if tally.chunks == 1 else 'chunks'} ({human_bytes(tally.bytes)})"
-
-
-def _cells(tally: Tally) -> list[str]:
-    return [f"{tally.chunks:,}", human_bytes(tally.bytes)]

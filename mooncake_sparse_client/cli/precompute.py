@@ -179,7 +179,7 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 def options_of(arguments: argparse.Namespace, shard: Shard) -> JobOptions:
     """Raises ``ConfigError``."""
     journal = arguments.journal or arguments.corpus.with_name(f"{arguments.corpus.name}.journal")
-    if shard != Shard():
+    if shard.part:
         journal = journal.with_name(f"{journal.name}.{shard.number or 'trunk'}-of-{shard.count}")
     if arguments.store == MEMORY:  # what a journal says would not be there any more
         if arguments.resume or arguments.journal:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.layout import GroupSpec, KVCacheLayout
+from ..core.layout import KVCacheLayout
 from ..core.tally import NOTHING, Tally
 from .replay import ReplayCounts
 from .simulate import ModelCounts
-from .table import human_bytes, print_table
+from .table import human_bytes, print_table, tally_cells
 
 #: The counts that stand beside the run's own, by their name among the figures.
 MODEL_LABELS = {
@@ -52,7 +52,7 @@ class DemoReport:
             "wrong_bytes": counts.wrong_bytes,
             "seconds": round(self.seconds, 3),
             "groups": [
-                {"group": _label(spec), "page_size_bytes": spec.page_size_bytes, "written": tally.figures()}
+                {"group": spec.label, "page_size_bytes": spec.page_size_bytes, "written": tally.figures()}
                 for spec, tally in zip(self.layout.groups, counts.written, strict=True)
             ],
             "models": {
@@ -93,7 +93,7 @@ class DemoReport:
         print_table(
             ["", "hit tokens", "hit rate", "chunks written", "bytes written", "of dense"],
             [
-                [label, f"{hits:,}", f"{rate:.1%}", *_cells(tally), f"{tally.bytes / dense:.0%}"]
+                [label, f"{hits:,}", f"{rate:.1%}", *tally_cells(tally), f"{tally.bytes / dense:.0%}"]
                 for label, hits, rate, tally in rows
             ],
         )
@@ -102,7 +102,7 @@ class DemoReport:
         groups = zip(self.layout.groups, self.counts.written, self.models["dense"].written, strict=True)
         print_table(
             ["group", "chunks written", "bytes written", "dense writes"],
-            [[_label(spec), *_cells(tally), human_bytes(dense.bytes)] for spec, tally, dense in groups],
+            [[spec.label, *tally_cells(tally), human_bytes(dense.bytes)] for spec, tally, dense in groups],
         )
 
     def _show_chunks(self) -> None:
@@ -116,13 +116,5 @@ class DemoReport:
         }
         print_table(
             ["of all requests' puts", "chunks", "bytes"],
-            [[label, *_cells(tally)] for label, tally in tallies.items()],
+            [[label, *tally_cells(tally)] for label, tally in tallies.items()],
         )
-
-
-def _cells(tally: Tally) -> list[str]:
-    return [f"{tally.chunks:,}", human_bytes(tally.bytes)]
-
-
-def _label(spec: GroupSpec) -> str:
-    return f"{spec.kind} {spec.block_size}" + (f", {spec.window}" if spec.window else "")

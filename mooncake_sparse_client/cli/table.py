@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.tables import table_lines
+from ..core.tally import Tally
 
 
 def human_bytes(number: int) -> str:
@@ -19,3 +20,8 @@ def human_bytes(number: int) -> str:
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print("\n".join(table_lines(header, rows)), end="\n\n")
+
+
+def tally_cells(tally: Tally) -> list[str]:
+    """Chunks and bytes, as cells of a row."""
+    return [f"{tally.chunks:,}", human_bytes(tally.bytes)]

@@ -26,7 +26,7 @@ from .job_arguments import (
     tokenizer_for,
 )
 from .job_progress import JobProgress, one_line
-from .table import human_bytes, print_table
+from .table import print_table, tally_cells
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def _show(report: VerifyReport) -> None:
     }
     print_table(
         ["of the chunks that a job keeps", "chunks", "bytes"],
-        [[label, f"{tally.chunks:,}", human_bytes(tally.bytes)] for label, tally in tallies.items()],
+        [[label, *tally_cells(tally)] for label, tally in tallies.items()],
     )
     if report.wrong_lines:
         print(f"{report.wrong_lines:,} lines are no prompt")

@@ -38,6 +38,12 @@ class _Spec:
     page_size_bytes: int | None = field(default=None, kw_only=True)
     name: str = field(default="", kw_only=True)
 
+    @property
+    def label(self) -> str:
+        """For people, such as ``sliding_window 64, 128``: kind, block size and window in tokens."""
+        window = f", {self.window}" if self.window else ""
+        return f"{self.kind} {self.block_size}{window}"
+
     def __post_init__(self) -> None:
         self._set("block_size", _size(self.block_size, f"{type(self).__name__}.block_size"))
         if self.page_size_bytes is not None:

@@ -10,14 +10,14 @@ from typing import Generic, TypeVar
 from ..client import SparseStoreClient
 from ..errors import ConfigError, InvalidRequestError
 from ..waiting import held, one_thread, settled
-from .corpus import Corpus, Prompts, read_corpus
+from .corpus import Corpus, Prompts
 from .journal import Journal, JournalIdentity
 from .options import DEFAULT_OPTIONS, JobOptions
 from .planning import JobPlanner
 from .producers import Producer
+from .reading import read_for
 from .report import JobReport
 from .running import JobRun, Nobody, Watcher, Workers
-from .sharding import Shard
 from .steady import Stop, StoppedError
 
 State = TypeVar("State")
@@ -76,9 +76,7 @@ class PrecomputeJob(Generic[State]):
                 journal, corpus = await settled(opening, self._stop.set)
                 return await self._run(Workers(self._client, self._producer, files, computing), journal, corpus)
             except StoppedError as error:
-                shard = self._options.shard
-                part = None if shard == Shard() else (shard.number, shard.count)
-                return JobReport("stopped", str(error), self._client.keys.cache_id, part)
+                return JobReport("stopped", str(error), self._client.keys.cache_id, self._options.shard.part)
             finally:
                 await settled(asyncio.wrap_future(files.submit(opened.close)))
 
@@ -87,19 +85,10 @@ class PrecomputeJob(Generic[State]):
         options, client = self._options, self._client
         journal: Journal | None = None
         if options.journal is not None:
-            shard = "" if options.shard == Shard() else str(options.shard)
+            shard = str(options.shard) if options.shard.part else ""
             identity = JournalIdentity(client.keys.cache_id, client.fingerprint, shard)
             journal = opened.enter_context(Journal.open(options.journal, identity, resume=options.resume))
-        return journal, opened.enter_context(
-            read_corpus(
-                self._prompts,
-                client.layout,
-                client.hasher,
-                on_wrong=options.on_wrong,
-                spool_folder=options.spool,
-                stop=self._stop,
-            )
-        )
+        return journal, opened.enter_context(read_for(client, self._prompts, options, self._stop))
 
     async def _run(self, workers: Workers[State], journal: Journal | None, corpus: Corpus) -> JobReport:
         client = self._client

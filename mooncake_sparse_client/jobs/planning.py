@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.layout import KVCacheLayout
 from ..core.plans import PutPlan, plan_stretch
 from ..core.reasons import Reason
 from ..core.tally import NOTHING, Tally
@@ -61,7 +60,7 @@ class JobPlanner:
                 everything[group] += (plan.end_token - plan.start_token) // spec.block_size
         return tuple(
             GroupEstimate(
-                label_of(self.layout, group),
+                spec.label,
                 spec.page_size_bytes or 0,
                 {
                     reason.name.lower(): Tally.of(count, spec.page_size_bytes)
@@ -93,7 +92,8 @@ class CorpusTotals:
     def of(cls, tree: PrefixTree, stretches: Iterable[Stretch], *, with_root: bool) -> CorpusTotals:
         """``with_root``: with the prompts that are shorter than a block."""
         size = tree.layout.alignment
-        through = _prompts_through(tree)
+        # How many prompts have each stretch's first block (the root's: all).
+        through = tree.subtree_sums(lambda stretch: sum(ends.prompts for ends in stretch.ends.values()))
         prompts = distinct = reused = unstored = 0
         for stretch in [*([tree.root] if with_root else []), *stretches]:
             prompts += sum(ends.prompts for ends in stretch.ends.values())
@@ -104,16 +104,6 @@ class CorpusTotals:
                 passing -= stretch.ends[blocks].prompts if blocks in stretch.ends else 0
                 reused += (passing - 1) * size
         return cls(prompts, distinct + reused + unstored, distinct, reused, unstored)
-
-
-def _prompts_through(tree: PrefixTree) -> dict[Stretch, int]:
-    """How many prompts have each stretch's first block (the root's: all)."""
-    order = [tree.root, *tree.stretches()]
-    through = {stretch: sum(ends.prompts for ends in stretch.ends.values()) for stretch in order}
-    for stretch in reversed(order):
-        if stretch.parent is not None:
-            through[stretch.parent] += through[stretch]
-    return through
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +158,3 @@ class JobEstimate:
                 for group in self.groups
             ],
         }
-
-
-def label_of(layout: KVCacheLayout, group: int) -> str:
-    """Such as ``sliding_window 64, 128``."""
-    spec = layout.groups[group]
-    return f"{spec.kind} {spec.block_size}" + (f", {spec.window}" if spec.window else "")

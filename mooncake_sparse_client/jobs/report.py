@@ -9,6 +9,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from ..core.tally import NOTHING, Tally
 from .prompts import WrongLine
+from .sharding import Shard
 
 #: ``done``: everything is in the store. ``incomplete``: some chunks are not, for reasons that another run will hardly
 #: change. ``stopped``: the store was out of reach for too long, or somebody stopped the job; it can be resumed.
@@ -127,7 +128,8 @@ class JobReport:
             if item.name.startswith(("tokens_", "chunks_", "bytes_"))
             or item.name in ("prompts", "existing", "rewritten", "missing", "earlier")
         }
-        begun = [0.0 if report.is_trunk else sum(r.seconds for r in reports if r.is_trunk) for report in reports]
+        trunk_seconds = sum(report.seconds for report in reports if report.is_trunk)
+        begun = [0.0 if report.is_trunk else trunk_seconds for report in reports]
         return cls(
             status=worst.status,
             cache_id=reports[0].cache_id,
@@ -153,7 +155,7 @@ class JobReport:
     @property
     def part(self) -> str:
         """``1/3``, say, or ``trunk/3``; empty for a job that is all of one."""
-        return "" if self.shard is None else f"{self.shard[0] or 'trunk'}/{self.shard[1]}"
+        return "" if self.shard is None else str(Shard(*self.shard))
 
     def figures(self) -> dict[str, object]:
         """Plain values, ready for JSON."""

@@ -19,7 +19,7 @@ from .planning import CorpusTotals, JobPlanner
 from .producers import Producer
 from .putting import Putter, Stored
 from .report import JobReport, RunTotals, Status
-from .sharding import Shard, share_out
+from .sharding import share_out
 from .steady import Patience, Stop, StoppedError
 from .tallies import RunTally
 from .tree import Stretch
@@ -213,12 +213,12 @@ class JobRun(Generic[State]):
                 watcher.message(str(error))  # the results do not hang on it
 
     def _report(self, status: Status, message: str, missing: Tally, tally: RunTally, patience: Patience) -> JobReport:
-        corpus, shard = self._corpus, self._options.shard
+        corpus = self._corpus
         return JobReport(
             status=status,
             message=message,
             cache_id=self._workers.client.keys.cache_id,
-            shard=None if shard == Shard() else (shard.number, shard.count),
+            shard=self._options.shard.part,
             prompts=self.totals.prompts,
             wrong_lines=corpus.wrong_lines,
             wrong=tuple(corpus.wrong[:_SHOWN]),

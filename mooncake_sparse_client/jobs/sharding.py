@@ -41,6 +41,11 @@ class Shard:
         return f"{self.number or 'trunk'}/{self.count}"
 
     @property
+    def part(self) -> tuple[int, int] | None:
+        """Number and count, None for a job that is whole."""
+        return None if self == Shard() else (self.number, self.count)
+
+    @property
     def has_trunk(self) -> bool:
         return self.number == 0 or (self.number == 1 and not self.trunk_apart)
 
@@ -68,7 +73,7 @@ def share_out(tree: PrefixTree, count: int, *, trunk_apart: bool = False) -> Sha
     order = list(tree.stretches())
     if count == 1:
         return Shares((), (tuple(order),))
-    weights = _weights(order)
+    weights = tree.subtree_sums(lambda stretch: stretch.blocks)
     tops = _split(tree, weights, max(1, tree.distinct_blocks // (count * _FINEST)))
     trunk_blocks = 0 if trunk_apart else tree.distinct_blocks - sum(weights[top] for top in tops)
     part_of = _assigned(tops, weights, count, trunk=trunk_blocks)
@@ -102,15 +107,6 @@ def _assigned(tops: list[Stretch], weights: dict[Stretch, int], count: int, *, t
         heapq.heapreplace(loads, (load + weights[top], part))
         part_of[top] = part
     return part_of
-
-
-def _weights(order: list[Stretch]) -> dict[Stretch, int]:
-    """Blocks of each stretch and all that goes on from it."""
-    weights = {stretch: stretch.blocks for stretch in order}
-    for stretch in reversed(order):
-        if stretch.parent in weights:
-            weights[stretch.parent] += weights[stretch]
-    return weights
 
 
 def _split(tree: PrefixTree, weights: dict[Stretch, int], most: int) -> list[Stretch]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 from collections.abc import Callable, Coroutine
 from typing import Final, TypeVar
 
+from ..data_plane.pressure import jittered
 from ..errors import StoreError
 
 T = TypeVar("T")
@@ -37,9 +37,8 @@ class Stop:
 
     async def pause(self, seconds: float) -> float:
         """Wait about so long, or until somebody wants an end; how long to wait the next time."""
-        timeout = seconds * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(jittered(seconds)):
                 await self._event.wait()
         return min(2 * seconds, _LONGEST_PAUSE)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from ..core.layout import KVCacheLayout
 from ..core.plans import PutPlan
 from ..core.tally import NOTHING, Tally
-from .planning import KEPT, label_of
+from .planning import KEPT
 from .report import SAMPLES, GroupReport, Sample
 from .tree import Stretch
 
@@ -97,13 +97,9 @@ class RunTally:
     def groups(self) -> tuple[GroupReport, ...]:
         return tuple(
             GroupReport(
-                label_of(self._layout, group),
+                spec.label,
                 size,
-                {
-                    reason.name.lower(): Tally.of(self._chunks[group][reason], size)
-                    for reason in KEPT
-                    if self._chunks[group][reason]
-                },
+                {reason.name.lower(): Tally.of(chunks[reason], size) for reason in KEPT if chunks[reason]},
             )
-            for group, size in enumerate(self._layout.page_sizes)
+            for spec, size, chunks in zip(self._layout.groups, self._layout.page_sizes, self._chunks, strict=True)
         )

@@ -7,7 +7,7 @@ behind a prompt's last whole block has no place in the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..core.layout import KVCacheLayout
@@ -131,15 +131,11 @@ class PrefixTree:
             at = child if shared == child.blocks or depth == blocks else self._part(child, shared)
         new_blocks = blocks - depth
         self._distinct += new_blocks
-        self._end_in(at, blocks).add(num_tokens, self.layout.alignment)
+        at.ends.setdefault(blocks, PromptEnds()).add(num_tokens, self.layout.alignment)
         return new_blocks
 
     def _digest(self, hashes: bytes, block: int) -> bytes:
         return hashes[block * self._digest_size : (block + 1) * self._digest_size]
-
-    @staticmethod
-    def _end_in(stretch: Stretch, blocks: int) -> PromptEnds:
-        return stretch.ends.setdefault(blocks, PromptEnds())
 
     def _part(self, stretch: Stretch, blocks: int) -> Stretch:
         """Cut a stretch behind so many of its blocks; the upper part is answered, and takes its place."""
@@ -162,6 +158,14 @@ class PrefixTree:
             stretch = todo.pop()
             yield stretch
             todo += list(stretch.children.values())[::-1]
+
+    def subtree_sums(self, value: Callable[[Stretch], int]) -> dict[Stretch, int]:
+        """For each stretch, the root too, the values of it and of all that goes on from it."""
+        sums = {stretch: value(stretch) for stretch in (self.root, *self.stretches())}
+        for stretch in reversed(list(sums)):  # children first
+            if stretch.parent is not None:
+                sums[stretch.parent] += sums[stretch]
+        return sums
 
     def replay_boundaries(self, stretch: Stretch) -> list[int]:
         """Tokens from which a resend, or an extension, of a prompt that ends in the stretch resumes."""

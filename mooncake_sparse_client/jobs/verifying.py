@@ -12,9 +12,10 @@ from ..client import SparseStoreClient
 from ..core.results import VerifyResult
 from ..core.tally import NOTHING, Tally
 from ..waiting import held, one_thread, settled
-from .corpus import Corpus, Prompts, read_corpus
+from .corpus import Corpus, Prompts
 from .options import DEFAULT_OPTIONS, JobOptions
 from .planning import JobPlanner
+from .reading import read_for
 from .steady import Patience, Stop
 from .tree import Stretch
 from .visiting import Visitor
@@ -66,16 +67,7 @@ async def verify_corpus(
     stop, opened = Stop(), ExitStack()
 
     def read() -> Corpus:
-        return opened.enter_context(
-            read_corpus(
-                prompts,
-                client.layout,
-                client.hasher,
-                on_wrong=options.on_wrong,
-                spool_folder=options.spool,
-                stop=stop,
-            )
-        )
+        return opened.enter_context(read_for(client, prompts, options, stop))
 
     with one_thread("verify-files") as files:
         try:

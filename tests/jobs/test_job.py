@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -670,23 +670,6 @@ async def test_a_stop_ends_the_reading_of_a_corpus() -> None:
     assert "while it read the corpus" in report.message
 
 
-def test_a_cancellation_ends_the_reading_for_a_verification() -> None:
-    read, leftovers = list[int](), Leftovers()
-
-    async def run() -> None:
-        async with client_of(MemoryStore()) as client:
-            running = asyncio.create_task(verify_corpus(client, long_corpus(read)))
-            while not read:
-                await asyncio.sleep(0.001)
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-
-    asyncio.run(run())
-    assert len(read) < 100_000
-    leftovers.check()
-
-
 async def test_a_stop_ends_the_wait_for_a_trunk_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walking, "_TRUNK_PAUSE", 600.0)
     async with client_of(MemoryStore()) as client:
@@ -741,12 +724,17 @@ def test_a_cancelled_job_leaves_nothing_behind(turns: int, calls: int, tmp_path:
     leftovers.check()
 
 
-def test_a_cancellation_ends_the_reading_of_a_corpus() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [lambda client, corpus: PrecomputeJob(client, StrictProducer(), corpus).run(), verify_corpus],
+    ids=["job", "verification"],
+)
+def test_a_cancellation_ends_the_reading_of_a_corpus(call: Callable[[Any, Any], Any]) -> None:
     read, leftovers = list[int](), Leftovers()
 
     async def run() -> None:
         async with client_of(MemoryStore()) as client:
-            running = asyncio.create_task(PrecomputeJob(client, StrictProducer(), long_corpus(read)).run())
+            running = asyncio.create_task(call(client, long_corpus(read)))
             while not read:
                 await asyncio.sleep(0.001)
             running.cancel()
